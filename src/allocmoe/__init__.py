@@ -1,0 +1,62 @@
+"""Budget-aware expert activation for Mixture-of-Experts models.
+
+model -> profile -> Sensitivity -> solve -> Plan -> apply -> evaluate
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from allocmoe.artifacts import Evaluation, Plan, Sensitivity, TokenRule
+    from allocmoe.errors import AllocMoEError
+    from allocmoe.evaluation.quality import evaluate
+    from allocmoe.planning.methods import make_plan, solve
+    from allocmoe.planning.optimize import optimize
+    from allocmoe.profiling.profile import profile
+    from allocmoe.profiling.text import load_text, text_from_ids
+    from allocmoe.runtime.hf import apply
+
+_HOME = {
+    "AllocMoEError": "allocmoe.errors",
+    "Evaluation": "allocmoe.artifacts",
+    "Plan": "allocmoe.artifacts",
+    "Sensitivity": "allocmoe.artifacts",
+    "TokenRule": "allocmoe.artifacts",
+    "apply": "allocmoe.runtime.hf",
+    "evaluate": "allocmoe.evaluation.quality",
+    "load_text": "allocmoe.profiling.text",
+    "make_plan": "allocmoe.planning.methods",
+    "optimize": "allocmoe.planning.optimize",
+    "profile": "allocmoe.profiling.profile",
+    "solve": "allocmoe.planning.methods",
+    "text_from_ids": "allocmoe.profiling.text",
+}
+
+__all__ = [
+    "AllocMoEError",
+    "Evaluation",
+    "Plan",
+    "Sensitivity",
+    "TokenRule",
+    "apply",
+    "evaluate",
+    "load_text",
+    "make_plan",
+    "optimize",
+    "profile",
+    "solve",
+    "text_from_ids",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # importing allocmoe stays quick: torch and transformers load with the first name that needs them
+    if name in _HOME:
+        return getattr(import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'allocmoe' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,332 @@
+"""What the stages hand to each other: `Sensitivity`, `Plan` and `Evaluation`, as JSON files.
+
+Every artefact says which model and text it came from, so that a plan made for one model is refused
+on another and a number can be traced to its run.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+import platform
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Self
+
+from allocmoe.codec import decode, encode, read_json, write_json
+from allocmoe.errors import AllocMoEError
+
+SCHEMA_VERSION = 1
+
+Rule = Literal["none", "alloc-t", "naee", "dynamic-moe"]
+Scope = Literal["batch", "sequence", "threshold"]
+ContextName = Literal["paper", "single", "around"]
+Normalisation = Literal["log", "relative", "raw"]
+Method = Literal[
+    "alloc-moe",
+    "alloc-l",
+    "alloc-t",
+    "uniform",
+    "ascending",
+    "descending",
+    "lexi",
+    "naee",
+    "dynamic-moe",
+]
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """The model an artefact belongs to. `k_orig` and `num_experts` have one entry per MoE layer."""
+
+    id: str
+    revision: str | None
+    family: str
+    k_orig: tuple[int, ...]
+    num_experts: tuple[int, ...]
+    # of the weights; None where they were never loaded (a plan from the config alone)
+    fingerprint: str | None
+
+    def difference(self, other: ModelInfo) -> str | None:
+        """What makes a plan for `self` unusable on `other`, in words; None if nothing does."""
+        if self.family != other.family:
+            return f"family {self.family}, here {other.family}"
+        if len(self.k_orig) != len(other.k_orig):
+            return f"{len(self.k_orig)} MoE layers, here {len(other.k_orig)}"
+        for name in ("k_orig", "num_experts"):
+            for layer, (mine, theirs) in enumerate(
+                zip(getattr(self, name), getattr(other, name), strict=True)
+            ):
+                if mine != theirs:
+                    return f"{name} {mine} in MoE layer {layer}, here {theirs}"
+        return None
+
+
+@dataclass(frozen=True)
+class TextInfo:
+    """The text a number was measured on. `sha256` is of the token ids that were really used."""
+
+    source: str
+    sha256: str
+    num_sequences: int
+    sequence_length: int
+
+
+@dataclass(frozen=True)
+class TokenRule:
+    """Which of a token's `k_orig` experts run.
+
+    `thresholds` has one entry per MoE layer: the score threshold of alloc-t in threshold scope,
+    NAEE's beta, or Dynamic-MoE's p (the same in every layer). `renormalise_over` is the size k2 of
+    the reference set in families that renormalise; None renormalises over the kept experts.
+    """
+
+    rule: Rule = "none"
+    scope: Scope | None = None
+    k_base: int = 1
+    thresholds: tuple[float, ...] | None = None
+    renormalise_over: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.k_base < 0:
+            raise AllocMoEError(f"k_base must be 0 or more, not {self.k_base}")
+        if self.renormalise_over is not None and self.renormalise_over < 1:
+            raise AllocMoEError(f"renormalise_over must be 1 or more, not {self.renormalise_over}")
+        if (self.rule == "alloc-t") != (self.scope is not None):
+            raise AllocMoEError(
+                f"the rule {self.rule} and the scope {self.scope} do not go together"
+            )
+        if self.needs_thresholds != (self.thresholds is not None):
+            word = "needs" if self.needs_thresholds else "takes no"
+            raise AllocMoEError(f"the rule {self.label} {word} thresholds")
+
+    @property
+    def needs_thresholds(self) -> bool:
+        return self.rule in ("naee", "dynamic-moe") or self.scope == "threshold"
+
+    @property
+    def label(self) -> str:
+        return self.rule if self.scope is None else f"{self.rule}/{self.scope}"
+
+
+@dataclass(frozen=True)
+class Context:
+    """What the other layers do while one is profiled.
+
+    `before` and `after` give the activations per token of each MoE layer when it comes before or
+    after the layer under test: `paper` has (k_orig, 1), `single` (k_orig, k_orig), `around` the
+    uniform split of one budget on both sides.
+    """
+
+    name: ContextName
+    before: tuple[float, ...]
+    after: tuple[float, ...]
+
+
+def package_versions() -> dict[str, str]:
+    versions = {"python": platform.python_version()}
+    for name in ("allocmoe", "torch", "transformers", "numpy"):
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = "not installed"
+    return versions
+
+
+def now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Artifact:
+    """A dataclass with a `kind`, a schema version and a provenance, kept as one JSON file."""
+
+    KIND: ClassVar[str]
+
+    model: ModelInfo
+    text: TextInfo | None
+    versions: dict[str, str] = field(default_factory=package_versions)
+    created: str = field(default_factory=now)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"kind": self.KIND, "schema_version": SCHEMA_VERSION, **encode(self)}
+
+    def save(self, path: str | Path) -> None:
+        write_json(Path(path), self.to_json())
+
+    @classmethod
+    def from_json(cls, data: Any, where: str) -> Self:
+        if not isinstance(data, dict):
+            raise AllocMoEError(f"{where}: expected an object")
+        body = dict(data)
+        kind, version = body.pop("kind", None), body.pop("schema_version", None)
+        if kind != cls.KIND:
+            raise AllocMoEError(f"{where}: kind is {kind!r}, expected {cls.KIND!r}")
+        if version != SCHEMA_VERSION:
+            raise AllocMoEError(
+                f"{where}: schema_version is {version!r}, this allocmoe reads {SCHEMA_VERSION}"
+            )
+        return decode(cls, body, where)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        return cls.from_json(read_json(Path(path)), str(path))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sensitivity(Artifact):
+    """S[l, k]: the calibration perplexity with MoE layer l at k activations per token.
+
+    `ks[l]` is the grid of k that was measured, `perplexity[l][j]` belongs to `ks[l][j]`. The last
+    entry of each `ks[l]` is the layer's own k_orig.
+    """
+
+    KIND: ClassVar[str] = "allocmoe.sensitivity"
+
+    context: Context
+    token: TokenRule
+    ks: tuple[tuple[float, ...], ...]
+    perplexity: tuple[tuple[float, ...], ...]
+    # of the unmodified model on the same text
+    base_perplexity: float
+    seconds: float
+
+    def __post_init__(self) -> None:
+        num_layers = len(self.model.k_orig)
+        for name, rows in (("ks", self.ks), ("perplexity", self.perplexity)):
+            if len(rows) != num_layers:
+                raise AllocMoEError(f"{name} has {len(rows)} rows for {num_layers} MoE layers")
+        for layer, (ks, row) in enumerate(zip(self.ks, self.perplexity, strict=True)):
+            if len(ks) != len(row):
+                raise AllocMoEError(f"ks and perplexity differ in length in MoE layer {layer}")
+            if list(ks) != sorted(set(ks)) or not ks or ks[-1] != self.model.k_orig[layer]:
+                raise AllocMoEError(f"ks of MoE layer {layer} must rise to its k_orig: {list(ks)}")
+            if min(row) <= 0:
+                raise AllocMoEError(f"a perplexity of MoE layer {layer} is not positive")
+
+    def cost(self, normalisation: Normalisation = "log") -> list[list[float]]:
+        """The loss of each entry against its row at k_orig.
+
+        log: log S[l,k] - log S[l,K], whose column k=1 telescopes in the paper's context;
+        relative: S[l,k] / S[l,K] - 1; raw: S[l,k] - S[l,K].
+        """
+        if normalisation == "log":
+            return [[math.log(s) - math.log(row[-1]) for s in row] for row in self.perplexity]
+        if normalisation == "relative":
+            return [[s / row[-1] - 1 for s in row] for row in self.perplexity]
+        return [[s - row[-1] for s in row] for row in self.perplexity]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(Artifact):
+    """How many experts each layer, and each token in it, may run. The portable result."""
+
+    KIND: ClassVar[str] = "allocmoe.plan"
+
+    method: Method
+    layer_budgets: tuple[float, ...]
+    token: TokenRule
+    # as the user wrote it, and as activations per token over all MoE layers
+    budget_asked: str
+    budget: int
+    budget_used: float
+    # in units of the normalisation; None where the method predicts nothing
+    predicted_loss: float | None
+    normalisation: Normalisation | None
+    # the context of the sensitivity it was solved from, if any
+    context: ContextName | None
+
+    def __post_init__(self) -> None:
+        k_orig = self.model.k_orig
+        if len(self.layer_budgets) != len(k_orig):
+            raise AllocMoEError(
+                f"layer_budgets has {len(self.layer_budgets)} entries for {len(k_orig)} MoE layers"
+            )
+        for layer, (budget, k) in enumerate(zip(self.layer_budgets, k_orig, strict=True)):
+            if not 0 < budget <= k:
+                raise AllocMoEError(f"layer_budgets[{layer}] is {budget}, outside 0..{k}")
+            if self.token.rule == "none" and budget != int(budget):
+                raise AllocMoEError(
+                    f"layer_budgets[{layer}] is {budget}: without a token rule it must be whole"
+                )
+        thresholds = self.token.thresholds
+        if thresholds is not None and len(thresholds) != len(k_orig):
+            raise AllocMoEError(
+                f"token.thresholds has {len(thresholds)} entries for {len(k_orig)} MoE layers"
+            )
+        if self.budget_used > self.budget + 1e-6:
+            raise AllocMoEError(f"budget_used {self.budget_used} exceeds the budget {self.budget}")
+        if abs(sum(self.layer_budgets) - self.budget_used) > 1e-6:
+            raise AllocMoEError("budget_used is not the sum of layer_budgets")
+
+    def check_fits(self, model: ModelInfo) -> None:
+        difference = self.model.difference(model)
+        if difference is not None:
+            raise AllocMoEError(
+                f"this plan was made for {self.model.id} and does not fit {model.id}: {difference}"
+            )
+
+
+@dataclass(frozen=True)
+class LayerActivity:
+    """What really ran in one MoE layer, counted. `tokens` excludes padding."""
+
+    tokens: int
+    activations: int
+    padding_activations: int
+    distinct_experts: int
+    steps: int
+
+    @property
+    def mean(self) -> float:
+        return self.activations / self.tokens if self.tokens else 0.0
+
+    @property
+    def distinct_per_step(self) -> float:
+        return self.distinct_experts / self.steps if self.steps else 0.0
+
+
+@dataclass(frozen=True)
+class Quality:
+    """One plan on one text: its loss, how far it is from the unmodified model, what it ran.
+
+    `kl` is the mean KL(unmodified || plan) in nats a token, `top1_agreement` the share of tokens
+    with the same most likely next token, `log_rise` the rise of the log-perplexity.
+    """
+
+    name: str
+    method: str
+    token: str
+    budget: float
+    perplexity: float
+    log_rise: float
+    kl: float
+    top1_agreement: float
+    realised: float
+    realised_per_layer: tuple[float, ...]
+    distinct_per_step: tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation(Artifact):
+    """Qualities of several plans on one model and one text; the first row is the unmodified one."""
+
+    KIND: ClassVar[str] = "allocmoe.evaluation"
+
+    batch_size: int
+    rows: tuple[Quality, ...]
+
+
+KINDS: dict[str, type[Artifact]] = {c.KIND: c for c in (Sensitivity, Plan, Evaluation)}
+
+
+def load_artifact(path: str | Path) -> Artifact:
+    """Whatever artefact the file holds."""
+    data = read_json(Path(path))
+    kind = data.get("kind") if isinstance(data, dict) else None
+    if kind not in KINDS:
+        raise AllocMoEError(
+            f"{path}: not an allocmoe artefact (kind {kind!r}; known: {', '.join(KINDS)})"
+        )
+    return KINDS[kind].from_json(data, str(path))

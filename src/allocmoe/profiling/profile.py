@@ -1,0 +1,270 @@
+"""The sensitivity matrix of Algorithm 1, exactly, at a fraction of its cost.
+
+S[l, k] is the perplexity with MoE layer l at k, the layers before it at `context.before` and those
+after it at `context.after`. The layers before l are the same for all entries of its row and of all
+later rows, so the text waits in front of layer l while the row is measured, and then moves on.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from allocmoe.artifacts import Context, ContextName, Sensitivity, TokenRule
+from allocmoe.codec import encode, read_json, write_json
+from allocmoe.errors import AllocMoEError
+from allocmoe.models import MoEModel, inspect_model
+from allocmoe.profiling.ranks import Ranks, current_ranks
+from allocmoe.profiling.text import Text
+from allocmoe.profiling.walk import LayerWalk, can_walk
+from allocmoe.progress import Progress
+from allocmoe.runtime.hf import Controller
+from allocmoe.runtime.loss import num_predictions, perplexity
+from allocmoe.solver import parse_budget, uniform, uniform_mean
+
+PARTIAL_KIND = "allocmoe.profile-in-progress"
+
+
+def profile(
+    model: nn.Module,
+    text: Text,
+    *,
+    context: ContextName = "paper",
+    budget: str | float | None = None,
+    token: TokenRule | None = None,
+    ks: Sequence[float] | None = None,
+    batch_size: int = 4,
+    offload: bool = False,
+    save_to: str | Path | None = None,
+    resume: bool = False,
+    progress: Progress | None = None,
+) -> Sensitivity:
+    """Measure how sensitive each MoE layer of `model` is to its number of activations.
+
+    context: what the other layers do meanwhile; `around` needs the `budget` it is around.
+    token: a token rule that is on while measuring (alloc-t in batch or sequence scope).
+    ks: the grid of k, each layer's k_orig is added; all whole numbers if not given.
+    save_to: where the result goes; finished rows are kept beside it in FILE.partial, and
+      `resume` goes on from there.
+    """
+    moe = inspect_model(model)
+    token = token or TokenRule()
+    if token.rule not in ("none", "alloc-t") or token.needs_thresholds:
+        raise AllocMoEError(
+            f"profiling runs with no token rule or with alloc-t in batch or sequence scope, "
+            f"not with {token.label}"
+        )
+    if batch_size < 1:
+        raise AllocMoEError(f"batch_size must be 1 or more, not {batch_size}")
+    job = _Job(
+        moe=moe,
+        text=text,
+        context=make_context(context, moe.k_orig, budget, token),
+        token=token,
+        ks=grid(ks, moe.k_orig, token),
+        batch_size=batch_size,
+        ranks=current_ranks(),
+        progress=progress or Progress(),
+        partial=None if save_to is None else Path(f"{save_to}.partial"),
+    )
+    if resume:
+        job.load_partial()
+    elif job.partial is not None and job.partial.exists():
+        raise AllocMoEError(
+            f"{job.partial} holds the rows of an unfinished profile: "
+            "go on with --resume, or delete it to start anew"
+        )
+    result = job.run(offload)
+    if save_to is not None and job.ranks.rank == 0:
+        result.save(save_to)
+        assert job.partial is not None
+        job.partial.unlink(missing_ok=True)
+    job.ranks.wait()
+    return result
+
+
+def make_context(
+    name: ContextName, k_orig: Sequence[int], budget: str | float | None, token: TokenRule
+) -> Context:
+    full = tuple(float(k) for k in k_orig)
+    if (name == "around") != (budget is not None):
+        raise AllocMoEError("the context around needs a budget, the others take none")
+    if name == "paper":
+        return Context(name, full, tuple(1.0 for _ in full))
+    if name == "single":
+        return Context(name, full, full)
+    assert budget is not None
+    total = parse_budget(budget, k_orig)
+    if token.rule == "none":
+        split = tuple(float(k) for k in uniform(k_orig, total))
+    else:
+        split = uniform_mean(k_orig, total)
+    return Context(name, split, split)
+
+
+def grid(
+    ks: Sequence[float] | None, k_orig: Sequence[int], token: TokenRule
+) -> tuple[tuple[float, ...], ...]:
+    """The values of k to measure in each layer: those given that the layer has, and its k_orig."""
+    if ks is None:
+        return tuple(tuple(float(k) for k in range(1, own + 1)) for own in k_orig)
+    if not ks or min(ks) < 1 or max(ks) > max(k_orig):
+        raise AllocMoEError(f"the grid of k must lie in 1..{max(k_orig)}: {list(ks)}")
+    if token.rule == "none" and any(k != int(k) for k in ks):
+        raise AllocMoEError(f"without a token rule the grid of k must be whole: {list(ks)}")
+    return tuple(tuple(sorted({float(k) for k in ks if k < own} | {float(own)})) for own in k_orig)
+
+
+@dataclass
+class _Job:
+    moe: MoEModel
+    text: Text
+    context: Context
+    token: TokenRule
+    ks: tuple[tuple[float, ...], ...]
+    batch_size: int
+    ranks: Ranks
+    progress: Progress
+    partial: Path | None
+    # perplexity of a configuration, as entries of different rows can be the same one
+    measured: dict[tuple[float, ...], float] = field(default_factory=dict)
+    rows: list[tuple[float, ...]] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def run(self, offload: bool) -> Sensitivity:
+        began = time.perf_counter()
+        earlier = self.seconds
+        walkable = can_walk(self.moe, self.text.ids)
+        if not walkable:
+            self.progress.note(
+                f"{self.moe.info.family} layers hand on more than a hidden state: "
+                "every run has to start at the first layer, which takes longer"
+            )
+        walk = LayerWalk(
+            self.moe, self.text.ids, self.batch_size, ranks=self.ranks, offload=offload
+        )
+        depth = len(self.moe.decoder_layers)
+        full = tuple(float(k) for k in self.moe.k_orig)
+        with (
+            Controller(self.moe, self.token) as controller,
+            self.progress.bar("profile", self._work(walkable)) as bar,
+        ):
+            if full not in self.measured:
+                self._measure(walk, controller, full)
+            bar.advance(depth, "unmodified model")
+            for layer in self.moe.layers[len(self.rows) :]:
+                if walkable:
+                    controller.set_budgets(self.context.before)
+                    walk.advance(layer.decoder_index)
+                row = []
+                for k in self.ks[layer.index]:
+                    row.append(self._measure(walk, controller, self._config(layer.index, k)))
+                    bar.advance(depth - walk.start, f"row {layer.index + 1}/{len(self.ks)}")
+                self.rows.append(tuple(row))
+                self.seconds = earlier + time.perf_counter() - began
+                self._save_partial()
+        return Sensitivity(
+            model=self.moe.info,
+            text=self.text.info,
+            context=self.context,
+            token=self.token,
+            ks=self.ks,
+            perplexity=tuple(self.rows),
+            base_perplexity=self.measured[full],
+            seconds=round(self.seconds, 3),
+        )
+
+    def _work(self, walkable: bool) -> float:
+        """Decoder layers to run over the text, the measure of the progress bar."""
+        depth = len(self.moe.decoder_layers)
+        left = self.moe.layers[len(self.rows) :]
+        return depth + sum(
+            len(self.ks[layer.index]) * (depth - (layer.decoder_index if walkable else 0))
+            for layer in left
+        )
+
+    def _config(self, layer: int, k: float) -> tuple[float, ...]:
+        return (*self.context.before[:layer], k, *self.context.after[layer + 1 :])
+
+    def _measure(self, walk: LayerWalk, controller: Controller, config: tuple[float, ...]) -> float:
+        if config not in self.measured:
+            controller.set_budgets(config)
+            value = perplexity(walk.nll(), num_predictions(self.text.ids))
+            if not math.isfinite(value):
+                raise AllocMoEError(self._not_finite(config, value))
+            self.measured[config] = value
+        return self.measured[config]
+
+    def _not_finite(self, config: tuple[float, ...], value: float) -> str:
+        layer = len(self.rows)
+        if config == tuple(self.moe.k_orig):
+            place = "of the unmodified model"
+        else:
+            place = f"at MoE layer {layer}, k={config[layer]:g},"
+        return f"the perplexity {place} is {value}: try another dtype, such as --dtype float32"
+
+    # What must not change between a run and its continuation.
+    def _settings(self) -> dict[str, Any]:
+        model = replace(self.moe.info, id="", revision=None)
+        settings: dict[str, Any] = encode(
+            {
+                "model": model,
+                "dtype": str(self.moe.model.dtype),
+                "text": replace(self.text.info, source=""),
+                "context": self.context,
+                "token": self.token,
+                "ks": self.ks,
+                "batch_size": self.batch_size,
+            }
+        )
+        return settings
+
+    def _save_partial(self) -> None:
+        if self.partial is None or self.ranks.rank != 0:
+            return
+        write_json(
+            self.partial,
+            {
+                "kind": PARTIAL_KIND,
+                "settings": self._settings(),
+                "base_perplexity": self.measured[tuple(map(float, self.moe.k_orig))],
+                "rows": encode(self.rows),
+                "seconds": self.seconds,
+            },
+        )
+
+    def load_partial(self) -> None:
+        """Take over the rows of an unfinished run; nothing to take over is a fresh start."""
+        if self.partial is None:
+            raise AllocMoEError("resume needs the file that the profile is saved to")
+        if not self.partial.exists():
+            return
+        data = read_json(self.partial)
+        if not isinstance(data, dict) or data.get("kind") != PARTIAL_KIND:
+            raise AllocMoEError(f"{self.partial}: not an unfinished profile")
+        ours = self._settings()
+        for key, value in ours.items():
+            if data["settings"].get(key) != value:
+                raise AllocMoEError(
+                    f"{self.partial}: cannot resume, {_changed(key, data['settings'].get(key), value)}; "
+                    "delete the file to start anew"
+                )
+        self.seconds = float(data["seconds"])
+        self.measured[tuple(map(float, self.moe.k_orig))] = data["base_perplexity"]
+        for layer, row in enumerate(data["rows"]):
+            self.rows.append(tuple(row))
+            for k, value in zip(self.ks[layer], row, strict=True):
+                self.measured[self._config(layer, k)] = value
+
+
+def _changed(key: str, old: Any, new: Any) -> str:
+    if isinstance(old, dict) and isinstance(new, dict):
+        inner = next(name for name in new if old.get(name) != new[name])
+        return _changed(f"{key}.{inner}", old.get(inner), new[inner])
+    return f"{key} has changed from {old} to {new}"

@@ -1,0 +1,162 @@
+"""Calibration and evaluation text: token sequences of one length, and where they came from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from allocmoe.artifacts import TextInfo
+from allocmoe.errors import AllocMoEError
+
+# name -> (data set, its configuration, the field with the text, default split, a data file)
+_DATASETS: dict[str, tuple[str, str | None, str, str, str | None]] = {
+    "wikitext2": ("Salesforce/wikitext", "wikitext-2-raw-v1", "text", "train", None),
+    "c4": ("allenai/c4", None, "text", "train", "en/c4-train.00000-of-01024.json.gz"),
+    "pile": ("monology/pile-uncopyrighted", None, "text", "train", None),
+}
+_BUILTIN = ("builtin", "builtin:heldout")
+
+SOURCES = f"{', '.join(_BUILTIN)}, {', '.join(_DATASETS)} (NAME:SPLIT picks a split), or a file"
+
+
+@dataclass(frozen=True)
+class Text:
+    """`num_sequences` sequences of one length, as token ids `[N, S]`."""
+
+    ids: torch.Tensor
+    info: TextInfo
+
+
+def load_text(
+    source: str, tokenizer: Any, *, sequences: int = 32, length: int = 512, skip: int = 0
+) -> Text:
+    """The first `sequences` sequences of `length` tokens after `skip` of them.
+
+    Documents are joined and cut. Each sequence starts with the tokens, such as BOS, that the
+    tokenizer itself puts before a text.
+    """
+    if sequences < 1 or length < 2:
+        raise AllocMoEError("text needs at least 1 sequence of at least 2 tokens")
+    prefix = _prefix(tokenizer)
+    body = length - len(prefix)
+    if body < 2:
+        raise AllocMoEError(f"a sequence of {length} tokens is too short for this tokenizer")
+    needed = (skip + sequences) * body
+    tokens: list[int] = []
+    for piece in _pieces(source):
+        tokens.extend(tokenizer(piece, add_special_tokens=False, verbose=False).input_ids)
+        if len(tokens) >= needed:
+            break
+    available = len(tokens) // body
+    if available <= skip:
+        raise AllocMoEError(
+            f"{source} has {len(tokens)} tokens, too few for "
+            + (f"one sequence of {length}" if skip == 0 else f"{skip + 1} sequences of {length}")
+            + "; take a longer text or a smaller --length"
+        )
+    rows = [
+        prefix + tokens[i * body : (i + 1) * body]
+        for i in range(skip, min(available, skip + sequences))
+    ]
+    return text_from_ids(torch.tensor(rows), source)
+
+
+def text_from_ids(ids_NS: torch.Tensor, source: str = "token ids") -> Text:
+    """A `Text` of token ids that the caller has made."""
+    if ids_NS.dim() != 2 or ids_NS.shape[0] < 1 or ids_NS.shape[1] < 2:
+        raise AllocMoEError(f"token ids must be [sequences, length >= 2], not {[*ids_NS.shape]}")
+    ids = ids_NS.long().cpu()
+    sha256 = hashlib.sha256(ids.numpy().tobytes()).hexdigest()
+    return Text(ids, TextInfo(source, sha256, ids.shape[0], ids.shape[1]))
+
+
+def _prefix(tokenizer: Any) -> list[int]:
+    plain = tokenizer("a", add_special_tokens=False).input_ids
+    dressed = tokenizer("a").input_ids
+    for start in range(len(dressed)):
+        if dressed[start : start + len(plain)] == plain:
+            return list(dressed[:start])
+    return []
+
+
+def _pieces(source: str) -> Iterator[str]:
+    """The text in pieces, so that no more is read and tokenised than is needed."""
+    if source in _BUILTIN:
+        yield from _builtin(heldout=source != "builtin")
+        return
+    name, _, split = source.partition(":")
+    if name in _DATASETS and not Path(source).exists():
+        yield from _dataset(name, split)
+        return
+    yield from _file(Path(source))
+
+
+def _builtin(heldout: bool) -> Iterator[str]:
+    """Python's own language reference, which every Python carries.
+
+    Its topics are split by a hash of their name: one in three is held out, so that the two parts
+    never share a topic, on any version of Python.
+    """
+    from pydoc_data import topics
+
+    for name in sorted(topics.topics):
+        chosen = hashlib.sha256(name.encode()).digest()[0] % 3 == 0
+        if chosen == heldout:
+            yield topics.topics[name] + "\n"
+
+
+def _dataset(name: str, split: str) -> Iterator[str]:
+    try:
+        import datasets
+    except ImportError:
+        raise AllocMoEError(
+            f"the text {name} needs the datasets library: pip install 'allocmoe[datasets]'"
+        ) from None
+    path, configuration, field, default_split, file = _DATASETS[name]
+    try:
+        rows = datasets.load_dataset(
+            path, configuration, split=split or default_split, data_files=file, streaming=True
+        )
+        for row in rows:
+            yield row[field]
+    except AllocMoEError:
+        raise
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise AllocMoEError(f"the data set {path} cannot be loaded: {reason}") from error
+
+
+def _file(path: Path) -> Iterator[str]:
+    if not path.is_file():
+        raise AllocMoEError(f"no text named {str(path)!r}: it is no file; known names: {SOURCES}")
+    try:
+        with path.open(encoding="utf-8") as file:
+            if path.suffix in (".jsonl", ".ndjson"):
+                for number, line in enumerate(file, 1):
+                    if line.strip():
+                        yield _json_text(path, number, line) + "\n"
+            else:
+                while piece := file.read(1 << 20):
+                    # end at a line, so that no word is cut in two
+                    yield piece + file.readline()
+    except UnicodeDecodeError as error:
+        raise AllocMoEError(f"{path} is not UTF-8 text: {error.reason}") from None
+    except OSError as error:
+        raise AllocMoEError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def _json_text(path: Path, number: int, line: str) -> str:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise AllocMoEError(f"{path}:{number}: not JSON: {error.msg}") from None
+    text = row.get("text") if isinstance(row, dict) else row
+    if not isinstance(text, str):
+        raise AllocMoEError(f'{path}:{number}: expected {{"text": "..."}} or a string')
+    return text

@@ -1,0 +1,1 @@
+"""Applies plans to models."""

@@ -1,0 +1,198 @@
+"""One MoE layer under a budget: its scores, its selection, and the count of what ran."""
+
+from __future__ import annotations
+
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import nn
+
+from allocmoe import routing
+from allocmoe.artifacts import LayerActivity, TokenRule
+from allocmoe.errors import AllocMoEError
+from allocmoe.kernels import Pairs
+from allocmoe.models import Family, MoELayer
+from allocmoe.runtime.step import Step
+
+
+class LayerControl:
+    """Decides for one layer which of the router's (token, expert) pairs run."""
+
+    def __init__(self, layer: MoELayer, family: Family, token: TokenRule) -> None:
+        self.layer = layer
+        self.family = family
+        self.token = token
+        self.counter = Counter(layer.num_experts)
+        self.step = Step()
+        self.stock_implementation: str | None = None
+        self.renormalises = _renormalises(layer, family)
+        self._bias = _bias(layer, family)
+        self._logits: torch.Tensor | None = None
+        if token.renormalise_over is not None and not self.renormalises:
+            raise AllocMoEError(
+                f"renormalise_over has no meaning here: this {family.name} model does not "
+                "renormalise its weights"
+            )
+        # whether any budget could ask for a mask
+        self.may_mask = (
+            token.rule != "none" or token.renormalise_over is not None or not family.top_k_settable
+        )
+        thresholds = token.thresholds
+        self.threshold = None if thresholds is None else thresholds[layer.index]
+        self.set_budget(layer.k_orig)
+
+    def set_budget(self, budget: float) -> None:
+        if not 0 < budget <= self.layer.k_orig:
+            raise AllocMoEError(
+                f"MoE layer {self.layer.index}: a budget of {budget} is outside 0..{self.layer.k_orig}"
+            )
+        self.budget = budget
+        # a full budget is the untouched model, bit for bit
+        self.masks = self.may_mask and budget < self.layer.k_orig
+        if not self.may_mask:
+            self.layer.top_k_owner.top_k = int(budget)  # type: ignore[assignment]
+
+    def restore(self) -> None:
+        if not self.may_mask:
+            self.layer.top_k_owner.top_k = self.layer.k_orig  # type: ignore[assignment]
+
+    def see_router(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Forward hook of the router: keep its logits, whatever it returns them beside."""
+        outputs = output if isinstance(output, tuple) else (output,)
+        self._logits = next(
+            t for t in outputs if t.is_floating_point() and t.shape[-1] == self.layer.num_experts
+        )
+
+    def rank(
+        self, index_TK: torch.Tensor, weights_TK: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Experts, weights and scores of each token in the model's own order of preference.
+
+        Many routers do not sort their top-k, and some choose by score plus bias.
+        """
+        if self.family.score == "weights":
+            return index_TK, weights_TK, weights_TK.float()
+        scores, choice = self._scores(index_TK)
+        order = choice.argsort(dim=1, descending=True, stable=True)
+        return index_TK.gather(1, order), weights_TK.gather(1, order), scores.gather(1, order)
+
+    def _scores(self, index_TK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self._logits is not None, "the experts ran before their router"
+        logits = self._logits.reshape(-1, self.layer.num_experts).float()
+        chosen = logits.gather(1, index_TK)
+        score = self.family.score
+        if score == "config":
+            score = self.layer.router.expert_selection_fn  # type: ignore[assignment]
+        if score == "softmax":
+            scores = (chosen - logits.logsumexp(dim=1, keepdim=True)).exp()
+        elif score == "sigmoid":
+            scores = chosen.sigmoid()
+        else:
+            scores = chosen
+        if self._bias is None:
+            return scores, scores
+        on = scores if self.family.bias_on == "score" else chosen
+        return scores, on + self._bias.flatten().to(on)[index_TK]
+
+    def select(self, scores_TK: torch.Tensor) -> torch.Tensor:
+        token, valid = self.token, self._valid(scores_TK.device)
+        if token.rule == "none":
+            return routing.select_top_k(scores_TK, int(self.budget), valid)
+        if token.rule == "naee":
+            return routing.select_naee(scores_TK, self._threshold, valid)
+        if token.rule == "dynamic-moe":
+            return routing.select_dynamic_moe(scores_TK, self._threshold, valid)
+        if token.scope == "threshold":
+            return routing.select_threshold(
+                scores_TK, self.budget, self._threshold, token.k_base, valid
+            )
+        pools = self.step.num_sequences if token.scope == "sequence" else 1
+        return routing.select_sequence(scores_TK, self.budget, pools, token.k_base, valid)
+
+    @property
+    def _threshold(self) -> float:
+        assert self.threshold is not None
+        return self.threshold
+
+    def _valid(self, device: torch.device) -> torch.Tensor | None:
+        # with device_map the layers may live on other devices than the mask
+        return None if self.step.valid_T is None else self.step.valid_T.to(device)
+
+    def reweigh(
+        self, weights_TK: torch.Tensor, scores_TK: torch.Tensor, keep_TK: torch.Tensor
+    ) -> torch.Tensor:
+        # Dynamic-MoE leaves the weights as they are
+        if not self.renormalises or self.token.rule == "dynamic-moe":
+            return weights_TK
+        return routing.reweigh(weights_TK, scores_TK, keep_TK, self.token.renormalise_over)
+
+    def num_kept(self, num_tokens: int) -> int | None:
+        """How many pairs run, where that is known without asking the device."""
+        num_valid = num_tokens if self.step.num_valid is None else self.step.num_valid
+        if self.token.rule == "none":
+            return int(self.budget) * num_valid
+        if self.token.scope == "batch":
+            return routing.num_pairs(self.budget, num_valid)
+        if self.token.scope == "sequence" and self.step.num_valid is None:
+            sequences = self.step.num_sequences
+            return sequences * routing.num_pairs(self.budget, num_tokens // sequences)
+        return None
+
+
+class Counter:
+    """Counts a layer's activations without making the host wait for the device."""
+
+    def __init__(self, num_experts: int) -> None:
+        self._num_experts = num_experts
+        self.reset()
+
+    def reset(self) -> None:
+        self._tokens = self._activations = self._padding = self._steps = 0
+        self._distinct: torch.Tensor | int = 0
+
+    def add_dense(self, index_TK: torch.Tensor, step: Step) -> None:
+        """A step in which the stock implementation runs every pair, those of padding too."""
+        T, K = index_TK.shape
+        valid = T if step.num_valid is None else step.num_valid
+        self._activations += valid * K
+        self._padding += (T - valid) * K
+        self._add_step(valid, index_TK.flatten())
+
+    def add_pairs(self, pairs: Pairs, step: Step, num_tokens: int) -> None:
+        self._activations += pairs.expert.shape[0]
+        self._add_step(num_tokens if step.num_valid is None else step.num_valid, pairs.expert)
+
+    def _add_step(self, tokens: int, experts: torch.Tensor) -> None:
+        self._tokens += tokens
+        self._steps += 1
+        hit = torch.zeros(self._num_experts, dtype=torch.bool, device=experts.device)
+        hit[experts] = True
+        self._distinct = self._distinct + hit.sum()
+
+    def read(self) -> LayerActivity:
+        return LayerActivity(
+            tokens=self._tokens,
+            activations=self._activations,
+            padding_activations=self._padding,
+            distinct_experts=int(self._distinct),
+            steps=self._steps,
+        )
+
+
+def _renormalises(layer: MoELayer, family: Family) -> bool:
+    if family.renormalise != "config":
+        return family.renormalise == "always"
+    if getattr(layer.router, "expert_selection_fn", None) == "softmax":
+        return True
+    return bool(layer.router.norm_topk_prob)
+
+
+def _bias(layer: MoELayer, family: Family) -> torch.Tensor | None:
+    """The selection bias, or None where the family or this model's config has none."""
+    if family.bias is None:
+        return None
+    try:
+        return attrgetter(family.bias)(layer)  # type: ignore[no-any-return]
+    except AttributeError:
+        return None

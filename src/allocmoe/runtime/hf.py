@@ -1,0 +1,159 @@
+"""Runs a plan inside a transformers model, and takes it out again without a trace.
+
+A layer budget lowers the router's own `top_k`, so the model itself routes less and the bits are
+those of a smaller config. A token rule lets the router choose all of its `k_orig` experts, decides
+on their scores which pairs run, and hands the kept pairs to an experts implementation registered
+with transformers that never touches a dropped one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
+
+from allocmoe.artifacts import LayerActivity, Plan, TokenRule
+from allocmoe.errors import AllocMoEError
+from allocmoe.kernels import compact, run_experts
+from allocmoe.models import MoEModel, inspect_model
+from allocmoe.runtime.control import LayerControl
+from allocmoe.runtime.step import Step, read_step
+
+IMPLEMENTATION = "allocmoe"
+_ATTRIBUTE = "_allocmoe_control"
+
+# layer index, scores [T, K] in the model's order of preference, valid [T] or None
+Observer = Callable[[int, torch.Tensor, torch.Tensor | None], None]
+
+
+def apply(model: nn.Module, plan: Plan) -> Controller:
+    """Apply `plan` to `model`; use the result in a `with`, or call its `remove()`."""
+    moe = inspect_model(model)
+    plan.check_fits(moe.info)
+    controller = Controller(moe, plan.token)
+    controller.set_budgets(plan.layer_budgets)
+    return controller
+
+
+class Controller:
+    """Holds a model to layer budgets and a token rule until it is removed.
+
+    Budgets may be changed while it is in place; `activity` counts what really ran.
+    """
+
+    def __init__(self, moe: MoEModel, token: TokenRule, observe: Observer | None = None) -> None:
+        for layer in moe.layers:
+            if _ATTRIBUTE in layer.experts.__dict__:
+                raise AllocMoEError("a plan is already applied to this model; remove it first")
+        self.moe = moe
+        self.step = Step()
+        self._observe = observe
+        self.controls = [LayerControl(layer, moe.family, token) for layer in moe.layers]
+        self._hooks = [
+            moe.decoder.register_forward_pre_hook(self._begin_step, with_kwargs=True),
+            *(c.layer.router.register_forward_hook(c.see_router) for c in self.controls),
+        ]
+        for control in self.controls:
+            setattr(control.layer.experts, _ATTRIBUTE, control)
+            hook = self._experts_hook(control)
+            self._hooks.append(control.layer.experts.register_forward_pre_hook(hook))
+        self._stock: dict[int, tuple[Any, str | None]] = {}
+        if any(control.may_mask for control in self.controls):
+            self._install_implementation()
+
+    def set_budgets(self, budgets: tuple[float, ...] | list[float]) -> None:
+        for control, budget in zip(self.controls, budgets, strict=True):
+            control.set_budget(budget)
+
+    def set_threshold(self, layer: int, threshold: float) -> None:
+        self.controls[layer].threshold = threshold
+
+    def activity(self) -> list[LayerActivity]:
+        """What ran in each MoE layer since the start or the last `reset`."""
+        return [control.counter.read() for control in self.controls]
+
+    def reset(self) -> None:
+        for control in self.controls:
+            control.counter.reset()
+
+    def remove(self) -> None:
+        """Give the model back as it was. Calling it twice does no harm."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        for config, implementation in self._stock.values():
+            config._experts_implementation_internal = implementation
+        self._stock = {}
+        for control in self.controls:
+            control.restore()
+            control.layer.experts.__dict__.pop(_ATTRIBUTE, None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.remove()
+
+    def _begin_step(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.step = read_step(args, kwargs)
+
+    def _experts_hook(self, control: LayerControl) -> Callable[..., None]:
+        def before_experts(module: nn.Module, args: tuple[Any, ...]) -> None:
+            _, index, weights = args
+            control.step = self.step
+            if self._observe is not None:
+                _, _, scores = control.rank(index, weights)
+                self._observe(control.layer.index, scores, self.step.valid_T)
+            if not control.masks:
+                control.counter.add_dense(index, self.step)
+
+        return before_experts
+
+    def _install_implementation(self) -> None:
+        """Point the experts' config at our implementation, remembering the one it had."""
+        ExpertsInterface.register(IMPLEMENTATION, experts_forward)
+        for control in self.controls:
+            config = control.layer.experts.config
+            self._stock.setdefault(id(config), (config, config._experts_implementation))
+            control.stock_implementation = self._stock[id(config)][1]
+        for config, _ in self._stock.values():
+            config._experts_implementation_internal = IMPLEMENTATION
+
+
+def experts_forward(
+    module: Any,
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+) -> torch.Tensor:
+    """The experts implementation `allocmoe`.
+
+    Under a plan it runs the pairs that the plan keeps. Without one it runs every pair whose expert
+    id is in range, so that `num_experts` may stand for "no expert".
+    """
+    control: LayerControl | None = module.__dict__.get(_ATTRIBUTE)
+    num_tokens = hidden_states.shape[0]
+    if control is None:
+        keep = top_k_index < module.num_experts
+        pairs = compact(top_k_index, top_k_weights, keep)
+    elif not control.masks:
+        name = control.stock_implementation or "eager"
+        stock: Any = ALL_EXPERTS_FUNCTIONS.get_interface(name, type(module).forward.__wrapped__)
+        out: torch.Tensor = stock(module, hidden_states, top_k_index, top_k_weights)
+        return out
+    else:
+        index, weights, scores = control.rank(top_k_index, top_k_weights)
+        keep = control.select(scores)
+        weights = control.reweigh(weights, scores, keep)
+        pairs = compact(index, weights, keep, control.num_kept(num_tokens))
+        control.counter.add_pairs(pairs, control.step, num_tokens)
+    return run_experts(module, hidden_states, pairs, num_tokens)

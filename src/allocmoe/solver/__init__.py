@@ -1,0 +1,28 @@
+"""Layer allocations at a budget: numpy and the standard library only, pure functions.
+
+solve_frontier   the exact optimum for every budget at once
+uniform          the same K in all layers (uniform_mean: its real-valued version)
+ascending        a ramp that grows with depth (descending: its mirror image)
+evolve           LExI's evolutionary search
+parse_budget     "78", "50%" or "3.5/layer" as a total
+"""
+
+from __future__ import annotations
+
+from allocmoe.solver.budget import parse_budget
+from allocmoe.solver.frontier import Allocation, Frontier, solve_frontier
+from allocmoe.solver.lexi import evolve
+from allocmoe.solver.ramps import ascending, descending
+from allocmoe.solver.uniform import uniform, uniform_mean
+
+__all__ = [
+    "Allocation",
+    "Frontier",
+    "ascending",
+    "descending",
+    "evolve",
+    "parse_budget",
+    "solve_frontier",
+    "uniform",
+    "uniform_mean",
+]
