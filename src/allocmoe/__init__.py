@@ -12,8 +12,10 @@ if TYPE_CHECKING:
     from allocmoe.artifacts import Evaluation, Plan, Sensitivity, TokenRule
     from allocmoe.errors import AllocMoEError
     from allocmoe.evaluation.quality import evaluate
-    from allocmoe.planning.methods import make_plan, solve
+    from allocmoe.planning.compare import compare
+    from allocmoe.planning.methods import make_plan
     from allocmoe.planning.optimize import optimize
+    from allocmoe.planning.solve import solve
     from allocmoe.profiling.profile import profile
     from allocmoe.profiling.text import load_text, text_from_ids
     from allocmoe.runtime.hf import apply
@@ -25,12 +27,13 @@ _HOME = {
     "Sensitivity": "allocmoe.artifacts",
     "TokenRule": "allocmoe.artifacts",
     "apply": "allocmoe.runtime.hf",
+    "compare": "allocmoe.planning.compare",
     "evaluate": "allocmoe.evaluation.quality",
     "load_text": "allocmoe.profiling.text",
     "make_plan": "allocmoe.planning.methods",
     "optimize": "allocmoe.planning.optimize",
     "profile": "allocmoe.profiling.profile",
-    "solve": "allocmoe.planning.methods",
+    "solve": "allocmoe.planning.solve",
     "text_from_ids": "allocmoe.profiling.text",
 }
 
@@ -41,6 +44,7 @@ __all__ = [
     "Sensitivity",
     "TokenRule",
     "apply",
+    "compare",
     "evaluate",
     "load_text",
     "make_plan",
@@ -52,7 +56,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # importing allocmoe stays quick: torch and transformers load with the first name that needs them
+    # importing allocmoe stays quick: torch loads with the first name that needs it
     if name in _HOME:
         return getattr(import_module(_HOME[name]), name)
     raise AttributeError(f"module 'allocmoe' has no attribute {name!r}")

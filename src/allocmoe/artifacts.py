@@ -9,7 +9,7 @@ from __future__ import annotations
 import datetime
 import math
 import platform
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from importlib import metadata
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
@@ -270,21 +270,37 @@ class Plan(Artifact):
 
 @dataclass(frozen=True)
 class LayerActivity:
-    """What really ran in one MoE layer, counted. `tokens` excludes padding."""
+    """What really ran in one MoE layer, counted. `tokens` excludes padding.
+
+    `distinct_experts` adds up the experts that each forward touched. `distinct_at_positions` adds
+    up those that each position of the sequences touched together: what a decode step loads that
+    takes every sequence one token further.
+    """
 
     tokens: int
     activations: int
     padding_activations: int
     distinct_experts: int
-    steps: int
+    forwards: int
+    distinct_at_positions: int
+    positions: int
 
     @property
     def mean(self) -> float:
         return self.activations / self.tokens if self.tokens else 0.0
 
     @property
+    def distinct_per_forward(self) -> float:
+        return self.distinct_experts / self.forwards if self.forwards else 0.0
+
+    @property
     def distinct_per_step(self) -> float:
-        return self.distinct_experts / self.steps if self.steps else 0.0
+        return self.distinct_at_positions / self.positions if self.positions else 0.0
+
+    def __add__(self, other: LayerActivity) -> LayerActivity:
+        return LayerActivity(
+            *(getattr(self, f.name) + getattr(other, f.name) for f in fields(LayerActivity))
+        )
 
 
 @dataclass(frozen=True)
@@ -293,6 +309,8 @@ class Quality:
 
     `kl` is the mean KL(unmodified || plan) in nats a token, `top1_agreement` the share of tokens
     with the same most likely next token, `log_rise` the rise of the log-perplexity.
+    `distinct_per_step` counts the distinct experts of each layer that a decode step loads which
+    takes every sequence of a batch one token further.
     """
 
     name: str

@@ -105,8 +105,8 @@ def read_json(path: Path) -> Any:
         return json.loads(text)
     except json.JSONDecodeError as error:
         raise AllocMoEError(
-            f"{path}: not a whole JSON file (line {error.lineno}, column {error.colno}: {error.msg}); "
-            "it may have been cut off, make it again"
+            f"{path}: not a whole JSON file, it may have been cut off: make it again "
+            f"(line {error.lineno}, column {error.colno}: {error.msg})"
         ) from None
 
 

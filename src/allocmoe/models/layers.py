@@ -122,7 +122,7 @@ def _id(model: nn.Module) -> str:
 
 
 def fingerprint(model: nn.Module) -> str | None:
-    """A hash over names, shapes and a few values of every parameter; None for weights not in memory.
+    """A hash over names, shapes and a few values of all parameters; None for weights elsewhere.
 
     Sixteen values of each parameter tell two trainings of one architecture apart at no cost.
     """

@@ -250,9 +250,10 @@ class _Job:
             raise AllocMoEError(f"{self.partial}: not an unfinished profile")
         ours = self._settings()
         for key, value in ours.items():
-            if data["settings"].get(key) != value:
+            theirs = data["settings"].get(key)
+            if theirs != value:
                 raise AllocMoEError(
-                    f"{self.partial}: cannot resume, {_changed(key, data['settings'].get(key), value)}; "
+                    f"{self.partial}: cannot resume, {_changed(key, theirs, value)}; "
                     "delete the file to start anew"
                 )
         self.seconds = float(data["seconds"])

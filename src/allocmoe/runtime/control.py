@@ -19,8 +19,9 @@ from allocmoe.runtime.step import Step
 class LayerControl:
     """Decides for one layer which of the router's (token, expert) pairs run."""
 
-    def __init__(self, layer: MoELayer, family: Family, token: TokenRule) -> None:
+    def __init__(self, layer: MoELayer, family: Family, token: TokenRule, counts: bool) -> None:
         self.layer = layer
+        self.counts = counts
         self.family = family
         self.token = token
         self.counter = Counter(layer.num_experts)
@@ -45,7 +46,7 @@ class LayerControl:
     def set_budget(self, budget: float) -> None:
         if not 0 < budget <= self.layer.k_orig:
             raise AllocMoEError(
-                f"MoE layer {self.layer.index}: a budget of {budget} is outside 0..{self.layer.k_orig}"
+                f"MoE layer {self.layer.index}: {budget} is not a budget in 0..{self.layer.k_orig}"
             )
         self.budget = budget
         # a full budget is the untouched model, bit for bit
@@ -148,27 +149,36 @@ class Counter:
         self.reset()
 
     def reset(self) -> None:
-        self._tokens = self._activations = self._padding = self._steps = 0
+        self._tokens = self._activations = self._padding = self._forwards = self._positions = 0
         self._distinct: torch.Tensor | int = 0
+        self._at_positions: torch.Tensor | int = 0
 
     def add_dense(self, index_TK: torch.Tensor, step: Step) -> None:
-        """A step in which the stock implementation runs every pair, those of padding too."""
+        """A forward in which the stock implementation runs every pair, those of padding too."""
         T, K = index_TK.shape
         valid = T if step.num_valid is None else step.num_valid
         self._activations += valid * K
         self._padding += (T - valid) * K
-        self._add_step(valid, index_TK.flatten())
+        token = torch.arange(T, device=index_TK.device).repeat_interleave(K)
+        self._add_forward(token, index_TK.flatten(), T, valid, step)
 
-    def add_pairs(self, pairs: Pairs, step: Step, num_tokens: int) -> None:
+    def add_pairs(self, pairs: Pairs, num_tokens: int, step: Step) -> None:
         self._activations += pairs.expert.shape[0]
-        self._add_step(num_tokens if step.num_valid is None else step.num_valid, pairs.expert)
+        valid = num_tokens if step.num_valid is None else step.num_valid
+        token = pairs.slot // pairs.num_columns
+        self._add_forward(token, pairs.expert, num_tokens, valid, step)
 
-    def _add_step(self, tokens: int, experts: torch.Tensor) -> None:
-        self._tokens += tokens
-        self._steps += 1
-        hit = torch.zeros(self._num_experts, dtype=torch.bool, device=experts.device)
-        hit[experts] = True
-        self._distinct = self._distinct + hit.sum()
+    def _add_forward(
+        self, token: torch.Tensor, expert: torch.Tensor, num_tokens: int, valid: int, step: Step
+    ) -> None:
+        self._tokens += valid
+        self._forwards += 1
+        length = num_tokens // step.num_sequences
+        self._positions += length
+        hit = torch.zeros(length, self._num_experts, dtype=torch.bool, device=expert.device)
+        hit[token % length, expert] = True
+        self._distinct = self._distinct + hit.any(0).sum()
+        self._at_positions = self._at_positions + hit.sum()
 
     def read(self) -> LayerActivity:
         return LayerActivity(
@@ -176,7 +186,9 @@ class Counter:
             activations=self._activations,
             padding_activations=self._padding,
             distinct_experts=int(self._distinct),
-            steps=self._steps,
+            forwards=self._forwards,
+            distinct_at_positions=int(self._at_positions),
+            positions=self._positions,
         )
 
 

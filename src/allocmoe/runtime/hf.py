@@ -8,7 +8,7 @@ with transformers that never touches a dropped one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -30,11 +30,14 @@ _ATTRIBUTE = "_allocmoe_control"
 Observer = Callable[[int, torch.Tensor, torch.Tensor | None], None]
 
 
-def apply(model: nn.Module, plan: Plan) -> Controller:
-    """Apply `plan` to `model`; use the result in a `with`, or call its `remove()`."""
+def apply(model: nn.Module, plan: Plan, *, count: bool = True) -> Controller:
+    """Apply `plan` to `model`; use the result in a `with`, or call its `remove()`.
+
+    `count=False` leaves out the counting, a few small operations a layer.
+    """
     moe = inspect_model(model)
     plan.check_fits(moe.info)
-    controller = Controller(moe, plan.token)
+    controller = Controller(moe, plan.token, count=count)
     controller.set_budgets(plan.layer_budgets)
     return controller
 
@@ -45,14 +48,21 @@ class Controller:
     Budgets may be changed while it is in place; `activity` counts what really ran.
     """
 
-    def __init__(self, moe: MoEModel, token: TokenRule, observe: Observer | None = None) -> None:
+    def __init__(
+        self,
+        moe: MoEModel,
+        token: TokenRule,
+        *,
+        count: bool = True,
+        observe: Observer | None = None,
+    ) -> None:
         for layer in moe.layers:
             if _ATTRIBUTE in layer.experts.__dict__:
                 raise AllocMoEError("a plan is already applied to this model; remove it first")
         self.moe = moe
         self.step = Step()
         self._observe = observe
-        self.controls = [LayerControl(layer, moe.family, token) for layer in moe.layers]
+        self.controls = [LayerControl(layer, moe.family, token, count) for layer in moe.layers]
         self._hooks = [
             moe.decoder.register_forward_pre_hook(self._begin_step, with_kwargs=True),
             *(c.layer.router.register_forward_hook(c.see_router) for c in self.controls),
@@ -65,12 +75,9 @@ class Controller:
         if any(control.may_mask for control in self.controls):
             self._install_implementation()
 
-    def set_budgets(self, budgets: tuple[float, ...] | list[float]) -> None:
+    def set_budgets(self, budgets: Sequence[float]) -> None:
         for control, budget in zip(self.controls, budgets, strict=True):
             control.set_budget(budget)
-
-    def set_threshold(self, layer: int, threshold: float) -> None:
-        self.controls[layer].threshold = threshold
 
     def activity(self) -> list[LayerActivity]:
         """What ran in each MoE layer since the start or the last `reset`."""
@@ -113,7 +120,7 @@ class Controller:
             if self._observe is not None:
                 _, _, scores = control.rank(index, weights)
                 self._observe(control.layer.index, scores, self.step.valid_T)
-            if not control.masks:
+            if control.counts and not control.masks:
                 control.counter.add_dense(index, self.step)
 
         return before_experts
@@ -155,5 +162,6 @@ def experts_forward(
         keep = control.select(scores)
         weights = control.reweigh(weights, scores, keep)
         pairs = compact(index, weights, keep, control.num_kept(num_tokens))
-        control.counter.add_pairs(pairs, control.step, num_tokens)
+        if control.counts:
+            control.counter.add_pairs(pairs, num_tokens, control.step)
     return run_experts(module, hidden_states, pairs, num_tokens)

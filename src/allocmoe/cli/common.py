@@ -1,0 +1,229 @@
+"""What the verbs share: options, loading, progress bars, output."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.progress import Progress as RichProgress
+
+from allocmoe.progress import Bar, Progress
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from allocmoe.profiling.text import Text
+
+# human text goes to stderr, so that stdout holds the JSON document alone
+console = Console(stderr=True, highlight=False)
+
+
+def add_model_arguments(parser: argparse.ArgumentParser, *, positional: bool = True) -> None:
+    if positional:
+        parser.add_argument("model", metavar="MODEL", help="a hub id or a folder")
+    else:
+        parser.add_argument("--model", metavar="MODEL", help="a hub id or a folder")
+    group = parser.add_argument_group("model")
+    group.add_argument(
+        "--dtype", default="auto", help="auto (as stored), float32, bfloat16 or float16"
+    )
+    group.add_argument(
+        "--device",
+        default="auto",
+        help="auto (a GPU if there is one), cpu, cuda:N, or spread (over all devices)",
+    )
+    group.add_argument("--revision", help="of the hub id: a branch, tag or commit")
+    group.add_argument(
+        "--trust-remote-code", action="store_true", help="run code that comes with the model"
+    )
+
+
+def add_text_arguments(
+    parser: argparse.ArgumentParser, *, default: str = "builtin", sequences: int = 32
+) -> None:
+    group = parser.add_argument_group("text")
+    group.add_argument(
+        "--text",
+        default=default,
+        help="a txt or jsonl file, wikitext2, c4, pile (NAME:SPLIT picks a split), builtin or "
+        f"builtin:heldout (default {default})",
+    )
+    group.add_argument(
+        "--sequences", type=int, default=sequences, help=f"how many (default {sequences})"
+    )
+    group.add_argument("--length", type=int, default=512, help="tokens in each (default 512)")
+    group.add_argument(
+        "--batch-size", type=int, default=4, help="sequences in a forward (default 4)"
+    )
+
+
+def add_rule_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("token rule")
+    group.add_argument(
+        "--scope",
+        choices=("batch", "sequence", "threshold"),
+        default="batch",
+        help="what Alloc-T pools over; threshold decides each token alone (default batch)",
+    )
+    group.add_argument(
+        "--k-base", type=int, default=1, help="experts every token keeps (default 1)"
+    )
+
+
+def number_list(text: str) -> list[float]:
+    try:
+        return [float(item) for item in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"expected numbers such as 1,2,4,8, not {text!r}"
+        ) from None
+
+
+def word_list(text: str) -> list[str]:
+    return [item.strip() for item in text.split(",") if item.strip()]
+
+
+def quiet_transformers() -> None:
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+
+
+def load_model(args: argparse.Namespace, *, skeleton: bool = False) -> nn.Module:
+    from allocmoe.models import inspect_model, load
+
+    quiet_transformers()
+    options = {"revision": args.revision, "trust_remote_code": args.trust_remote_code}
+    # what cannot be supported is refused before any weight is read
+    inspect_model(frame := load.load_skeleton(args.model, **options))
+    if skeleton:
+        return frame
+    return load.load_model(args.model, dtype=args.dtype, device=args.device, **options)
+
+
+def load_tokenizer(args: argparse.Namespace) -> Any:
+    from allocmoe.models import load
+
+    quiet_transformers()
+    return load.load_tokenizer(
+        args.model, revision=args.revision, trust_remote_code=args.trust_remote_code
+    )
+
+
+def load_text(args: argparse.Namespace, tokenizer: Any) -> Text:
+    from allocmoe.profiling.text import load_text as load
+
+    return load(args.text, tokenizer, sequences=args.sequences, length=args.length)
+
+
+def load_text_pair(args: argparse.Namespace, tokenizer: Any) -> tuple[Text, Text]:
+    """Text to calibrate on and text to measure on, which never overlap."""
+    from allocmoe.profiling.text import load_text as load
+
+    text = load_text(args, tokenizer)
+    source, skip = args.eval_text, 0
+    if source is None and args.text == "builtin":
+        source = "builtin:heldout"
+    elif source in (None, args.text):
+        source, skip = args.text, args.sequences
+    count = args.eval_sequences
+    return text, load(source, tokenizer, sequences=count, length=args.length, skip=skip)
+
+
+def add_eval_text_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("text to measure on")
+    group.add_argument(
+        "--eval-text",
+        help="never the text profiled on; by default its next sequences, or builtin:heldout",
+    )
+    group.add_argument("--eval-sequences", type=int, default=16, help="how many (default 16)")
+
+
+def print_json(document: Any) -> None:
+    json.dump(document, sys.stdout, indent=2, allow_nan=False, ensure_ascii=False)
+    print()
+
+
+def make_progress() -> Progress:
+    return Drawn() if console.is_terminal else Logged()
+
+
+class Drawn(Progress):
+    """Bars on a terminal."""
+
+    @contextmanager
+    def bar(self, label: str, total: float) -> Iterator[Bar]:
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TaskProgressColumn(),
+            TextColumn("{task.fields[note]}"),
+            TextColumn("{task.fields[speed]}"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+        )
+        with RichProgress(*columns, console=console, transient=True) as drawing:
+            task = drawing.add_task(label, total=total, note="", speed="")
+            yield _DrawnBar(drawing, task)
+
+    def note(self, line: str) -> None:
+        console.print(line, style="dim")
+
+
+class _DrawnBar:
+    def __init__(self, drawing: RichProgress, task: Any) -> None:
+        self._drawing, self._task = drawing, task
+        self._began = time.monotonic()
+        self._steps = 0
+
+    def advance(self, work: float, note: str = "") -> None:
+        self._steps += 1
+        pace = self._steps / max(time.monotonic() - self._began, 1e-9)
+        speed = f"{pace:.1f} runs/s" if pace >= 1 else f"{1 / pace:.1f} s/run"
+        self._drawing.update(self._task, advance=work, note=note, speed=speed)
+
+
+class Logged(Progress):
+    """A line now and then, for logs."""
+
+    EVERY_SECONDS = 10.0
+
+    @contextmanager
+    def bar(self, label: str, total: float) -> Iterator[Bar]:
+        yield _LoggedBar(label, total, self.EVERY_SECONDS)
+
+    def note(self, line: str) -> None:
+        console.print(line, soft_wrap=True)
+
+
+class _LoggedBar:
+    def __init__(self, label: str, total: float, every: float) -> None:
+        self._label, self._total, self._every = label, total, every
+        self._done = 0.0
+        self._began = self._told = time.monotonic()
+
+    def advance(self, work: float, note: str = "") -> None:
+        self._done += work
+        now = time.monotonic()
+        if now - self._told < self._every:
+            return
+        self._told = now
+        left = (now - self._began) * (self._total / self._done - 1)
+        console.print(
+            f"{self._label}: {self._done / self._total:.0%}, {note}, about {left:.0f} s left",
+            soft_wrap=True,
+        )

@@ -1,0 +1,69 @@
+"""allocmoe generate: try a plan on a prompt."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import asdict
+
+from allocmoe.cli import common
+
+NAME = "generate"
+HELP = "continue a prompt with a plan applied, and count what ran"
+EXAMPLE = 'allocmoe generate allenai/OLMoE-1B-7B-0924 --plan plan.json --prompt "Once upon a time"'
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    common.add_model_arguments(parser)
+    parser.add_argument("--plan", metavar="FILE", help="without one, the unmodified model runs")
+    parser.add_argument("--prompt", required=True, action="append", help="again for a batch")
+    parser.add_argument("--max-new-tokens", type=int, default=64, help="default 64")
+
+
+def run(args: argparse.Namespace) -> None:
+    import torch
+
+    from allocmoe.artifacts import Plan, TokenRule
+    from allocmoe.cli.tables import activity_table
+    from allocmoe.models import inspect_model
+    from allocmoe.runtime.hf import Controller, apply
+
+    plan = Plan.load(args.plan) if args.plan else None
+    tokenizer = common.load_tokenizer(args)
+    model = common.load_model(args)
+    # a batch is padded on the left, so that every sequence ends where the new token begins
+    tokenizer.padding_side = "left"
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
+    inputs = tokenizer(args.prompt, return_tensors="pt", padding=True)
+    inputs.pop("token_type_ids", None)
+    inputs = inputs.to(model.get_input_embeddings().weight.device)  # type: ignore[operator]
+    controlled = (
+        Controller(inspect_model(model), TokenRule()) if plan is None else apply(model, plan)
+    )
+    began = time.perf_counter()
+    with controlled as controller, torch.no_grad():
+        output = model.generate(  # type: ignore[operator]
+            **inputs,
+            max_new_tokens=args.max_new_tokens,
+            do_sample=False,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+        activity = controller.activity()
+    seconds = time.perf_counter() - began
+    new = output[:, inputs["input_ids"].shape[1] :]
+    texts = tokenizer.batch_decode(new, skip_special_tokens=True)
+    if not args.json:
+        for prompt, text in zip(args.prompt, texts, strict=True):
+            print(prompt + text)
+    common.console.print(activity_table(activity))
+    common.console.print(f"{new.numel() / seconds:.1f} tokens/s")
+    if args.json:
+        common.print_json(
+            {
+                "prompts": args.prompt,
+                "texts": texts,
+                "activity": [asdict(layer) for layer in activity],
+                "tokens_per_second": new.numel() / seconds,
+            }
+        )

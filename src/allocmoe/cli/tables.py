@@ -1,0 +1,142 @@
+"""Artefacts as tables a person wants to read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.table import Table
+
+from allocmoe.artifacts import Evaluation, LayerActivity, Plan, Quality, Sensitivity
+
+_COLUMNS = (
+    "plan",
+    "token rule",
+    "budget",
+    "realised",
+    "perplexity",
+    "log rise",
+    "KL",
+    "top-1",
+    "distinct/step",
+)
+
+
+def quality_table(evaluation: Evaluation, best: str | None = None) -> Table:
+    """One row a plan; `best` is marked, or else the lowest perplexity at each budget is."""
+    text = evaluation.text
+    assert text is not None
+    table = Table(
+        title=f"{evaluation.model.id} on {text.source}, "
+        f"{text.num_sequences} x {text.sequence_length} tokens",
+        caption="log rise: of the log-perplexity over the unmodified model. KL: to it, nats a "
+        f"token.\ndistinct/step: experts a layer loads to decode {evaluation.batch_size} "
+        "sequences together",
+    )
+    for name in _COLUMNS:
+        table.add_column(name, justify="left" if name in ("plan", "token rule") else "right")
+    winners = {best} if best is not None else _winners(evaluation.rows)
+    for row in evaluation.rows:
+        table.add_row(*_cells(row), style="bold green" if row.name in winners else None)
+    return table
+
+
+def quality_markdown(evaluation: Evaluation) -> str:
+    lines = [
+        "| " + " | ".join(_COLUMNS) + " |",
+        "|" + "|".join("---" if c in ("plan", "token rule") else "---:" for c in _COLUMNS) + "|",
+        *("| " + " | ".join(_cells(row)) + " |" for row in evaluation.rows),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _cells(row: Quality) -> list[str]:
+    distinct = sum(row.distinct_per_step) / len(row.distinct_per_step)
+    return [
+        row.name,
+        row.token,
+        f"{row.budget:g}",
+        f"{row.realised:.2f}",
+        f"{row.perplexity:.4f}",
+        f"{row.log_rise:+.4f}",
+        f"{row.kl:.4f}",
+        f"{row.top1_agreement:.2%}",
+        f"{distinct:.2f}",
+    ]
+
+
+def _winners(rows: Sequence[Quality]) -> set[str]:
+    best: dict[float, Quality] = {}
+    for row in rows[1:]:
+        if row.budget not in best or row.perplexity < best[row.budget].perplexity:
+            best[row.budget] = row
+    return {row.name for row in best.values()} if len(rows) > 2 else set()
+
+
+def plan_table(plan: Plan) -> Table:
+    table = Table(
+        title=f"{plan.method} for {plan.model.id}: {plan.budget_used:g} of "
+        f"{sum(plan.model.k_orig)} activations a token",
+        caption=f"token rule {plan.token.label}"
+        + (f", k_base {plan.token.k_base}" if plan.token.rule == "alloc-t" else "")
+        + (
+            ""
+            if plan.predicted_loss is None
+            else f"; predicted loss {plan.predicted_loss:.4f} ({plan.normalisation})"
+        ),
+    )
+    table.add_column("MoE layer", justify="right")
+    table.add_column("activations", justify="right")
+    table.add_column("of", justify="right")
+    table.add_column("")
+    if plan.token.thresholds is not None:
+        table.add_column("threshold", justify="right")
+    for layer, (budget, k) in enumerate(zip(plan.layer_budgets, plan.model.k_orig, strict=True)):
+        bar = "█" * round(4 * budget) + "░" * (4 * k - round(4 * budget))
+        cells = [str(layer), f"{budget:g}", str(k), bar[::2]]
+        if plan.token.thresholds is not None:
+            cells.append(f"{plan.token.thresholds[layer]:.4g}")
+        table.add_row(*cells)
+    return table
+
+
+def sensitivity_table(sensitivity: Sensitivity) -> Table:
+    """log S[l, k] - log S[l, k_orig], as heat."""
+    ks = sorted({k for row in sensitivity.ks for k in row})
+    cost = sensitivity.cost("log")
+    largest = max((max(row) for row in cost), default=0.0) or 1.0
+    table = Table(
+        title=f"sensitivity of {sensitivity.model.id} in the context {sensitivity.context.name}",
+        caption=f"rise of the log-perplexity over the layer's own k; unmodified perplexity "
+        f"{sensitivity.base_perplexity:.4f}, token rule {sensitivity.token.label}, "
+        f"{sensitivity.seconds:.1f} s",
+    )
+    table.add_column("MoE layer", justify="right")
+    for k in ks:
+        table.add_column(f"k={k:g}", justify="right")
+    for layer, row in enumerate(cost):
+        values = dict(zip(sensitivity.ks[layer], row, strict=True))
+        table.add_row(str(layer), *(_heat(values.get(k), largest) for k in ks))
+    return table
+
+
+def _heat(value: float | None, largest: float) -> str:
+    if value is None:
+        return ""
+    share = value / largest
+    style = "red" if share > 0.5 else "yellow" if share > 0.2 else "green"
+    return f"[{style}]{value:.4f}[/]"
+
+
+def activity_table(activity: Sequence[LayerActivity]) -> Table:
+    table = Table(title="what ran")
+    for name in ("MoE layer", "tokens", "activations", "a token", "distinct/step"):
+        table.add_column(name, justify="right")
+    for layer, ran in enumerate(activity):
+        table.add_row(
+            str(layer),
+            str(ran.tokens),
+            str(ran.activations),
+            f"{ran.mean:.3f}",
+            f"{ran.distinct_per_step:.2f}",
+        )
+    return table

@@ -1,0 +1,1 @@
+"""Measures what a plan costs in quality and what it runs."""

@@ -1,0 +1,126 @@
+"""Perplexity of plans, and their distance from the unmodified model, on one text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from allocmoe.artifacts import Evaluation, LayerActivity, Plan, Quality, TokenRule
+from allocmoe.errors import AllocMoEError
+from allocmoe.models import MoEModel, inspect_model
+from allocmoe.profiling.text import Text
+from allocmoe.progress import Progress
+from allocmoe.runtime.hf import Controller
+from allocmoe.runtime.loss import logits_of, nll_sum, num_predictions, perplexity
+
+UNMODIFIED = "unmodified"
+
+# float32 copies of the logits are made this many values at a time
+_CHUNK = 1 << 26
+
+
+def evaluate(
+    model: nn.Module,
+    plans: Mapping[str, Plan],
+    text: Text,
+    *,
+    batch_size: int = 4,
+    progress: Progress | None = None,
+) -> Evaluation:
+    """The quality of every plan on `text`, with the unmodified model as the first row.
+
+    All plans see a batch before the next one comes, so the unmodified model runs only once.
+    """
+    moe = inspect_model(model)
+    for made in plans.values():
+        made.check_fits(moe.info)
+    if UNMODIFIED in plans:
+        raise AllocMoEError(f"a plan cannot be named {UNMODIFIED!r}")
+    if batch_size < 1:
+        raise AllocMoEError(f"batch_size must be 1 or more, not {batch_size}")
+    device = moe.model.get_input_embeddings().weight.device  # type: ignore[operator]
+    batches = text.ids.split(batch_size)
+    named: list[tuple[str, Plan | None]] = [(UNMODIFIED, None), *plans.items()]
+    sums = {name: _Sums() for name, _ in named}
+    with (progress or Progress()).bar("evaluate", len(batches) * len(named)) as bar:
+        for number, ids in enumerate(batches):
+            reference: torch.Tensor | None = None
+            for name, plan in named:
+                logits = sums[name].run(moe, plan, ids.to(device))
+                if reference is None:
+                    reference = logits
+                sums[name].compare(reference, logits)
+                bar.advance(1, f"batch {number + 1}/{len(batches)}, {name}")
+    predictions = num_predictions(text.ids)
+    base = sums[UNMODIFIED].quality(UNMODIFIED, None, moe, predictions, math.nan)
+    rows = [
+        total.quality(name, plan, moe, predictions, base.perplexity)
+        for (name, plan), total in zip(named, sums.values(), strict=True)
+    ]
+    return Evaluation(model=moe.info, text=text.info, batch_size=batch_size, rows=tuple(rows))
+
+
+@dataclass
+class _Sums:
+    """What one plan adds up to over the batches."""
+
+    nll: torch.Tensor | float = 0.0
+    kl: torch.Tensor | float = 0.0
+    same: torch.Tensor | float = 0.0
+    compared: int = 0
+    activity: list[LayerActivity] = field(default_factory=list)
+
+    @torch.no_grad()
+    def run(self, moe: MoEModel, plan: Plan | None, ids: torch.Tensor) -> torch.Tensor:
+        with _controlled(moe, plan) as controller:
+            logits = logits_of(moe.model, ids)
+            ran = controller.activity()
+        before = self.activity
+        self.activity = [a + b for a, b in zip(before, ran, strict=True)] if before else ran
+        self.nll = self.nll + nll_sum(logits, ids)
+        return logits
+
+    @torch.no_grad()
+    def compare(self, reference_BSV: torch.Tensor, logits_BSV: torch.Tensor) -> None:
+        """KL(reference || plan) and equal argmax, over every position."""
+        reference, logits = reference_BSV.flatten(0, 1), logits_BSV.flatten(0, 1)
+        self.compared += logits.shape[0]
+        rows = max(1, _CHUNK // logits.shape[1])
+        for p, q in zip(reference.split(rows), logits.split(rows), strict=True):
+            log_p, log_q = p.float().log_softmax(-1), q.float().log_softmax(-1)
+            self.kl = self.kl + (log_p.exp() * (log_p - log_q)).sum(-1).double().sum()
+            self.same = self.same + (p.argmax(-1) == q.argmax(-1)).double().sum()
+
+    def quality(
+        self, name: str, plan: Plan | None, moe: MoEModel, predictions: int, base: float
+    ) -> Quality:
+        value = perplexity(float(self.nll), predictions)
+        if not math.isfinite(value):
+            raise AllocMoEError(
+                f"the perplexity of {name} is {value}: try another dtype, such as --dtype float32"
+            )
+        layers = self.activity
+        return Quality(
+            name=name,
+            method=UNMODIFIED if plan is None else plan.method,
+            token="none" if plan is None else plan.token.label,
+            budget=float(sum(moe.k_orig)) if plan is None else float(plan.budget),
+            perplexity=value,
+            log_rise=0.0 if plan is None else math.log(value) - math.log(base),
+            kl=max(0.0, float(self.kl) / self.compared),
+            top1_agreement=float(self.same) / self.compared,
+            realised=sum(layer.mean for layer in layers),
+            realised_per_layer=tuple(layer.mean for layer in layers),
+            distinct_per_step=tuple(layer.distinct_per_step for layer in layers),
+        )
+
+
+def _controlled(moe: MoEModel, plan: Plan | None) -> Controller:
+    controller = Controller(moe, TokenRule() if plan is None else plan.token)
+    if plan is not None:
+        controller.set_budgets(plan.layer_budgets)
+    return controller

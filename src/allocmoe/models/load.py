@@ -1,0 +1,154 @@
+"""Loads models and tokenizers from a hub id or a folder, and says plainly what is wrong."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from allocmoe.errors import AllocMoEError
+from allocmoe.models.families import REFUSED
+
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+def load_model(
+    name: str,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> nn.Module:
+    """A causal language model, ready for inference.
+
+    device: `auto` is the first CUDA device or else the CPU; `spread` lets accelerate place the
+    layers over all devices; anything else is a torch device.
+    """
+    from transformers import AutoModelForCausalLM
+
+    config = _load_config(name, revision, trust_remote_code)
+    kwargs: dict[str, Any] = {"device_map": "auto"} if device == "spread" else {}
+    if device == "spread":
+        _need_accelerate()
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            name,
+            config=config,
+            dtype=_dtype(dtype),
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+            **kwargs,
+        )
+    except (OSError, ValueError, ImportError, RuntimeError) as error:
+        raise AllocMoEError(f"{name} cannot be loaded: {_first_line(error)}") from error
+    if device != "spread":
+        model.to(_device(device))
+    loaded: nn.Module = model.eval()
+    return loaded
+
+
+def load_skeleton(
+    name: str, *, revision: str | None = None, trust_remote_code: bool = False
+) -> nn.Module:
+    """The model without its weights: enough to know its layers, free of cost."""
+    from transformers import AutoModelForCausalLM
+
+    config = _load_config(name, revision, trust_remote_code)
+    try:
+        with torch.device("meta"):
+            build: Any = AutoModelForCausalLM.from_config
+            model: nn.Module = build(config, trust_remote_code=trust_remote_code)
+    except (ValueError, RuntimeError) as error:
+        raise AllocMoEError(f"{name} cannot be built: {_first_line(error)}") from error
+    model.config._name_or_path = name  # type: ignore[union-attr]
+    return model.eval()
+
+
+def load_tokenizer(
+    name: str, *, revision: str | None = None, trust_remote_code: bool = False
+) -> Any:
+    from transformers import AutoTokenizer
+
+    _check_name(name)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            name, revision=revision, trust_remote_code=trust_remote_code
+        )
+    except (OSError, ValueError, ImportError, KeyError, TypeError) as error:
+        raise AllocMoEError(f"{name} has no usable tokenizer: {_first_line(error)}") from error
+    # without tokenizer files transformers makes one up that knows nothing
+    if not tokenizer("The quick brown fox").input_ids or len(tokenizer) < 16:
+        raise AllocMoEError(
+            f"{name} has no tokenizer: put its tokenizer files (tokenizer.json, "
+            "tokenizer_config.json) beside the weights"
+        )
+    return tokenizer
+
+
+def _load_config(name: str, revision: str | None, trust_remote_code: bool) -> Any:
+    from transformers import AutoConfig
+
+    _check_name(name)
+    try:
+        config = AutoConfig.from_pretrained(
+            name, revision=revision, trust_remote_code=trust_remote_code
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise AllocMoEError(f"{name} is no model: {_first_line(error)}") from error
+    # before gigabytes of weights are read
+    family = str(config.model_type).removesuffix("_text")
+    if family in REFUSED:
+        raise AllocMoEError(f"the family {family} is not supported: {REFUSED[family]}")
+    return config
+
+
+def _check_name(name: str) -> None:
+    path = Path(name)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise AllocMoEError(f"{name} is no model folder: it has no config.json")
+    elif path.exists():
+        raise AllocMoEError(f"{name} is a file, not a model folder")
+    elif not _HUB_ID.fullmatch(name) or name.startswith("."):
+        raise AllocMoEError(f"there is no folder {name}")
+
+
+def _dtype(name: str) -> Any:
+    if name == "auto":
+        return "auto"
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise AllocMoEError(f"unknown dtype {name!r}: take auto, float32, bfloat16 or float16")
+    return dtype
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise AllocMoEError(
+            f"unknown device {name!r}: take auto, spread, cpu, cuda or cuda:N"
+        ) from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise AllocMoEError(f"the device {name} was asked for, but there is no CUDA here")
+    return device
+
+
+def _need_accelerate() -> None:
+    try:
+        import accelerate  # noqa: F401
+    except ImportError:
+        raise AllocMoEError(
+            "spreading a model over devices needs accelerate: pip install 'allocmoe[device-map]'"
+        ) from None
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

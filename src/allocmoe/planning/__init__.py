@@ -1,0 +1,1 @@
+"""From a model or a sensitivity to a plan: every method by its name."""
