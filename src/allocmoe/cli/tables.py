@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rich import box
 from rich.table import Table
 
 from allocmoe.artifacts import Evaluation, LayerActivity, Plan, Quality, Sensitivity
 
 _COLUMNS = (
     "plan",
-    "token rule",
     "budget",
     "realised",
     "perplexity",
     "log rise",
     "KL",
     "top-1",
-    "distinct/step",
+    "experts/step",
 )
 
 
@@ -28,12 +28,14 @@ def quality_table(evaluation: Evaluation, best: str | None = None) -> Table:
     table = Table(
         title=f"{evaluation.model.id} on {text.source}, "
         f"{text.num_sequences} x {text.sequence_length} tokens",
-        caption="log rise: of the log-perplexity over the unmodified model. KL: to it, nats a "
-        f"token.\ndistinct/step: experts a layer loads to decode {evaluation.batch_size} "
-        "sequences together",
+        caption="log rise: of the log-perplexity over the unmodified model. KL: to it, in nats a "
+        "token.\nexperts/step: distinct experts a layer loads to decode "
+        f"{evaluation.batch_size} sequences together.",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 0),
     )
     for name in _COLUMNS:
-        table.add_column(name, justify="left" if name in ("plan", "token rule") else "right")
+        table.add_column(name, justify="left" if name == "plan" else "right", no_wrap=True)
     winners = {best} if best is not None else _winners(evaluation.rows)
     for row in evaluation.rows:
         table.add_row(*_cells(row), style="bold green" if row.name in winners else None)
@@ -43,7 +45,7 @@ def quality_table(evaluation: Evaluation, best: str | None = None) -> Table:
 def quality_markdown(evaluation: Evaluation) -> str:
     lines = [
         "| " + " | ".join(_COLUMNS) + " |",
-        "|" + "|".join("---" if c in ("plan", "token rule") else "---:" for c in _COLUMNS) + "|",
+        "|---|" + "---:|" * (len(_COLUMNS) - 1),
         *("| " + " | ".join(_cells(row)) + " |" for row in evaluation.rows),
     ]
     return "\n".join(lines) + "\n"
@@ -53,13 +55,12 @@ def _cells(row: Quality) -> list[str]:
     distinct = sum(row.distinct_per_step) / len(row.distinct_per_step)
     return [
         row.name,
-        row.token,
         f"{row.budget:g}",
         f"{row.realised:.2f}",
-        f"{row.perplexity:.4f}",
+        f"{row.perplexity:.3f}",
         f"{row.log_rise:+.4f}",
         f"{row.kl:.4f}",
-        f"{row.top1_agreement:.2%}",
+        f"{row.top1_agreement:.1%}",
         f"{distinct:.2f}",
     ]
 
@@ -85,7 +86,7 @@ def plan_table(plan: Plan) -> Table:
         ),
     )
     table.add_column("MoE layer", justify="right")
-    table.add_column("activations", justify="right")
+    table.add_column("activations", justify="right", min_width=11)
     table.add_column("of", justify="right")
     table.add_column("")
     if plan.token.thresholds is not None:
@@ -129,7 +130,7 @@ def _heat(value: float | None, largest: float) -> str:
 
 def activity_table(activity: Sequence[LayerActivity]) -> Table:
     table = Table(title="what ran")
-    for name in ("MoE layer", "tokens", "activations", "a token", "distinct/step"):
+    for name in ("MoE layer", "tokens", "activations", "a token", "experts/step"):
         table.add_column(name, justify="right")
     for layer, ran in enumerate(activity):
         table.add_row(

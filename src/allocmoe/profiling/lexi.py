@@ -34,7 +34,7 @@ def lexi_distances(
     hidden = moe.model.get_input_embeddings().weight.shape[1]  # type: ignore[operator]
     distances = []
     with (
-        Controller(moe, TokenRule()) as controller,
+        Controller(moe, TokenRule(), count=False) as controller,
         (progress or Progress()).bar("LExI distances", len(moe.layers)) as bar,
     ):
         for layer in moe.layers:

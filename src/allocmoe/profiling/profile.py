@@ -152,7 +152,7 @@ class _Job:
         depth = len(self.moe.decoder_layers)
         full = tuple(float(k) for k in self.moe.k_orig)
         with (
-            Controller(self.moe, self.token) as controller,
+            Controller(self.moe, self.token, count=False) as controller,
             self.progress.bar("profile", self._work(walkable)) as bar,
         ):
             if full not in self.measured:

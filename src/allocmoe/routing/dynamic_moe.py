@@ -25,7 +25,8 @@ def calibrate_dynamic_moe(scores_LNK: Sequence[torch.Tensor], budget: float) -> 
     N = scores_LNK[0].shape[0]
     # the first expert of each layer always runs
     count = round((budget - len(scores_LNK)) * N)
-    return -cut_after(-before, count)
+    # below 0 not even the first expert would run
+    return max(0.0, -cut_after(-before, count))
 
 
 def _mass_before(scores_TK: torch.Tensor) -> torch.Tensor:
