@@ -1,11 +1,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 from cli_runner import SMALL, Ran, succeed
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -20,15 +19,6 @@ an expert suits a token. Some layers suffer when they lose an expert and others 
 """
 
 MakeFolder = Callable[[PreTrainedModel], Path]
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Round as a process started with OMP_NUM_THREADS=1 does."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

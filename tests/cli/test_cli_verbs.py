@@ -6,19 +6,23 @@ import json
 import math
 import re
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import transformers
 from cli_runner import SMALL, SMALL_PAIR, Ran, run, succeed
+from transformers import PreTrainedModel
 
 from allocmoe.artifacts import Evaluation, Plan, Sensitivity, load_artifact
 from allocmoe.cli.main import VERBS, make_parser
 from allocmoe.planning.methods import METHODS, NEEDS_SENSITIVITY, NEEDS_WEIGHTS
+from tiny import tiny
 
 K_ORIG = (4, 4, 4, 4)
 BUDGET = 7
 NUM_TOKENS = 4 * 32
+CONTEXTS = ("paper", "single", "around")
 # what these run is fixed by the plan, whatever the text
 EXACT = ("uniform", "ascending", "descending", "lexi", "alloc-l", "alloc-t", "alloc-moe")
 
@@ -206,9 +210,12 @@ class TestEval:
         assert "unmodified" in ran.err
         assert list(tmp_path.iterdir()) == []
 
-    def test_says_that_a_plan_is_for_other_weights(self, plans: dict, make_folder, model) -> None:
-        from tiny import tiny
-
+    def test_says_that_a_plan_is_for_other_weights(
+        self,
+        model: Path,
+        plans: dict[str, tuple[Path, Ran]],
+        make_folder: Callable[[PreTrainedModel], Path],
+    ) -> None:
         other = make_folder(tiny("olmoe", vocab_size=300, seed=1))
         lexi, uniform = plans["lexi"][0], plans["uniform"][0]
         ran = succeed("eval", other, "--plan", lexi, "--plan", uniform, *SMALL)
@@ -295,7 +302,7 @@ class TestGenerate:
 
 
 class TestOptimize:
-    NAMES = ("unmodified", "alloc-t", "alloc-moe/paper", "alloc-moe/single", "alloc-moe/around")
+    NAMES = ("unmodified", "alloc-t", *(f"alloc-moe/{context}" for context in CONTEXTS))
 
     def test_keeps_the_plan_that_measures_best(self, optimized: tuple[Path, Ran]) -> None:
         folder, ran = optimized
@@ -370,9 +377,6 @@ class TestOptimize:
         options = ["--scope", "threshold", "--budget", "7", "--contexts", "paper"]
         succeed("optimize", model, *options, *SMALL_PAIR, "-o", tmp_path)
         assert Plan.load(tmp_path / "plan.json").token.label == "alloc-t/threshold"
-
-
-CONTEXTS = ("paper", "single", "around")
 
 
 class TestInspect:

@@ -94,6 +94,12 @@ def test_only_the_command_line_imports(package: str) -> None:
     assert users <= set(cli)
 
 
+def test_no_module_goes_through_the_lazy_public_names() -> None:
+    # `from allocmoe import profile` would hide which room is meant
+    public = {f"allocmoe.{name}" for name in allocmoe.__all__}
+    assert not [(m, name) for m, name in imports_of(list(MODULES)) if name in public]
+
+
 def run_python(code: str) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -39,9 +39,8 @@ def select_sequence(
     if valid_T is None:
         extra: torch.Tensor | int = num_pairs(budget, tokens) - base * tokens
     else:
-        pool = torch.where(
-            valid_T.repeat_interleave(K - base).view_as(pool), pool, pool.new_tensor(float("-inf"))
-        )
+        padding = ~valid_T.repeat_interleave(K - base).view_as(pool)
+        pool = pool.masked_fill(padding, float("-inf"))
         count = valid_T.view(num_sequences, tokens).sum(1, keepdim=True)
         extra = num_pairs_device(budget, count) - base * count
     order = pool.argsort(dim=1, descending=True, stable=True)

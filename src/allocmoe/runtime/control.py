@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import nn
 
 from allocmoe import routing
 from allocmoe.artifacts import LayerActivity, TokenRule
@@ -15,13 +15,25 @@ from allocmoe.kernels import Pairs
 from allocmoe.models import Family, MoELayer
 from allocmoe.runtime.step import Step
 
+# layer index, scores [T, K] in the model's order of preference, valid [T] or None
+Observer = Callable[[int, torch.Tensor, torch.Tensor | None], None]
+
 
 class LayerControl:
     """Decides for one layer which of the router's (token, expert) pairs run."""
 
-    def __init__(self, layer: MoELayer, family: Family, token: TokenRule, counts: bool) -> None:
+    def __init__(
+        self,
+        layer: MoELayer,
+        family: Family,
+        token: TokenRule,
+        *,
+        counts: bool = True,
+        observe: Observer | None = None,
+    ) -> None:
         self.layer = layer
         self.counts = counts
+        self._observe = observe
         self.family = family
         self.token = token
         self.counter = Counter(layer.num_experts)
@@ -58,12 +70,20 @@ class LayerControl:
         if not self.may_mask:
             self.layer.top_k_owner.top_k = self.layer.k_orig  # type: ignore[assignment]
 
-    def see_router(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Forward hook of the router: keep its logits, whatever it returns them beside."""
+    def see_router(self, output: Any) -> None:
+        """After the router: keep its logits, whatever it returns them beside."""
         outputs = output if isinstance(output, tuple) else (output,)
         self._logits = next(
             t for t in outputs if t.is_floating_point() and t.shape[-1] == self.layer.num_experts
         )
+
+    def see_routing(self, index_TK: torch.Tensor, weights_TK: torch.Tensor) -> None:
+        """Before the experts: show the scores to whoever observes, count what stock code runs."""
+        if self._observe is not None:
+            _, _, scores = self.rank(index_TK, weights_TK)
+            self._observe(self.layer.index, scores, self.step.valid_T)
+        if self.counts and not self.masks:
+            self.counter.add_dense(index_TK, self.step)
 
     def rank(
         self, index_TK: torch.Tensor, weights_TK: torch.Tensor
@@ -175,8 +195,9 @@ class Counter:
         self._forwards += 1
         length = num_tokens // step.num_sequences
         self._positions += length
-        hit = torch.zeros(length, self._num_experts, dtype=torch.bool, device=expert.device)
-        hit[token % length, expert] = True
+        hit = torch.zeros(length * self._num_experts, dtype=torch.bool, device=expert.device)
+        hit.index_fill_(0, token % length * self._num_experts + expert, True)
+        hit = hit.view(length, self._num_experts)
         self._distinct = self._distinct + hit.any(0).sum()
         self._at_positions = self._at_positions + hit.sum()
 

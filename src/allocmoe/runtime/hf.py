@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar, cast
 
 import torch
 from torch import nn
@@ -20,14 +20,17 @@ from allocmoe.artifacts import LayerActivity, Plan, TokenRule
 from allocmoe.errors import AllocMoEError
 from allocmoe.kernels import compact, run_experts
 from allocmoe.models import MoEModel, inspect_model
-from allocmoe.runtime.control import LayerControl
+from allocmoe.runtime.control import LayerControl, Observer
 from allocmoe.runtime.step import Step, read_step
 
 IMPLEMENTATION = "allocmoe"
 _ATTRIBUTE = "_allocmoe_control"
+_F = TypeVar("_F", bound=Callable[..., Any])
 
-# layer index, scores [T, K] in the model's order of preference, valid [T] or None
-Observer = Callable[[int, torch.Tensor, torch.Tensor | None], None]
+
+def _uncompiled(function: _F) -> _F:
+    """torch.compile leaves `function` as it is and compiles around it."""
+    return cast(_F, torch.compiler.disable(function))
 
 
 def apply(model: nn.Module, plan: Plan, *, count: bool = True) -> Controller:
@@ -56,24 +59,36 @@ class Controller:
         count: bool = True,
         observe: Observer | None = None,
     ) -> None:
-        for layer in moe.layers:
-            if _ATTRIBUTE in layer.experts.__dict__:
-                raise AllocMoEError("a plan is already applied to this model; remove it first")
+        if _ATTRIBUTE in moe.decoder.__dict__:
+            raise AllocMoEError("a plan is already applied to this model; remove it first")
         self.moe = moe
         self.step = Step()
-        self._observe = observe
-        self.controls = [LayerControl(layer, moe.family, token, count) for layer in moe.layers]
-        self._hooks = [
-            moe.decoder.register_forward_pre_hook(self._begin_step, with_kwargs=True),
-            *(c.layer.router.register_forward_hook(c.see_router) for c in self.controls),
+        self.controls = [
+            LayerControl(layer, moe.family, token, counts=count, observe=observe)
+            for layer in moe.layers
         ]
+        self._hooks = [moe.decoder.register_forward_pre_hook(_before_decoder, with_kwargs=True)]
+        self._marked: list[nn.Module] = []
+        self._mark(moe.decoder, self)
         for control in self.controls:
-            setattr(control.layer.experts, _ATTRIBUTE, control)
-            hook = self._experts_hook(control)
-            self._hooks.append(control.layer.experts.register_forward_pre_hook(hook))
+            self._mark(control.layer.router, control)
+            self._mark(control.layer.experts, control)
+            self._hooks.append(control.layer.router.register_forward_hook(_after_router))
+            self._hooks.append(control.layer.experts.register_forward_pre_hook(_before_experts))
         self._stock: dict[int, tuple[Any, str | None]] = {}
         if any(control.may_mask for control in self.controls):
             self._install_implementation()
+
+    def _mark(self, module: nn.Module, owner: Any) -> None:
+        """Leave `owner` where the hooks find it. They are plain functions, so that a compiled
+        model that has seen one plan runs the next one."""
+        module.__dict__[_ATTRIBUTE] = owner
+        self._marked.append(module)
+
+    def begin_step(self, step: Step) -> None:
+        self.step = step
+        for control in self.controls:
+            control.step = step
 
     def set_budgets(self, budgets: Sequence[float]) -> None:
         for control, budget in zip(self.controls, budgets, strict=True):
@@ -95,9 +110,11 @@ class Controller:
         for config, implementation in self._stock.values():
             config._experts_implementation_internal = implementation
         self._stock = {}
+        for module in self._marked:
+            module.__dict__.pop(_ATTRIBUTE, None)
+        self._marked = []
         for control in self.controls:
             control.restore()
-            control.layer.experts.__dict__.pop(_ATTRIBUTE, None)
 
     def __enter__(self) -> Self:
         return self
@@ -110,21 +127,6 @@ class Controller:
     ) -> None:
         self.remove()
 
-    def _begin_step(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.step = read_step(args, kwargs)
-
-    def _experts_hook(self, control: LayerControl) -> Callable[..., None]:
-        def before_experts(module: nn.Module, args: tuple[Any, ...]) -> None:
-            _, index, weights = args
-            control.step = self.step
-            if self._observe is not None:
-                _, _, scores = control.rank(index, weights)
-                self._observe(control.layer.index, scores, self.step.valid_T)
-            if control.counts and not control.masks:
-                control.counter.add_dense(index, self.step)
-
-        return before_experts
-
     def _install_implementation(self) -> None:
         """Point the experts' config at our implementation, remembering the one it had."""
         ExpertsInterface.register(IMPLEMENTATION, experts_forward)
@@ -136,6 +138,23 @@ class Controller:
             config._experts_implementation_internal = IMPLEMENTATION
 
 
+@_uncompiled
+def _before_decoder(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    module.__dict__[_ATTRIBUTE].begin_step(read_step(args, kwargs))
+
+
+@_uncompiled
+def _after_router(module: nn.Module, args: Any, output: Any) -> None:
+    module.__dict__[_ATTRIBUTE].see_router(output)
+
+
+@_uncompiled
+def _before_experts(module: nn.Module, args: tuple[Any, ...]) -> None:
+    _, index, weights = args
+    module.__dict__[_ATTRIBUTE].see_routing(index, weights)
+
+
+@_uncompiled
 def experts_forward(
     module: Any,
     hidden_states: torch.Tensor,
