@@ -26,8 +26,8 @@ from transformers import OlmoeConfig, OlmoeForCausalLM
 import allocmoe
 from allocmoe.codec import write_json
 from allocmoe.models import inspect_model
-from allocmoe.profiling.text import Text
 from allocmoe.runtime.loss import logits_of, nll_sum, num_predictions
+from allocmoe.text import Text
 
 WAYS = ("walk", "literal")
 

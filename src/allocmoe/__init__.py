@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from allocmoe.planning.optimize import optimize
     from allocmoe.planning.solve import solve
     from allocmoe.profiling.profile import profile
-    from allocmoe.profiling.text import load_text, text_from_ids
     from allocmoe.runtime.hf import apply
+    from allocmoe.text import load_text, text_from_ids
 
 _HOME = {
     "AllocMoEError": "allocmoe.errors",
@@ -29,12 +29,12 @@ _HOME = {
     "apply": "allocmoe.runtime.hf",
     "compare": "allocmoe.planning.compare",
     "evaluate": "allocmoe.evaluation.quality",
-    "load_text": "allocmoe.profiling.text",
+    "load_text": "allocmoe.text",
     "make_plan": "allocmoe.planning.methods",
     "optimize": "allocmoe.planning.optimize",
     "profile": "allocmoe.profiling.profile",
     "solve": "allocmoe.planning.solve",
-    "text_from_ids": "allocmoe.profiling.text",
+    "text_from_ids": "allocmoe.text",
 }
 
 __all__ = [

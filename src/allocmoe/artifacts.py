@@ -48,6 +48,16 @@ class ModelInfo:
     # of the weights; None where they were never loaded (a plan from the config alone)
     fingerprint: str | None
 
+    def __post_init__(self) -> None:
+        if not self.k_orig or len(self.k_orig) != len(self.num_experts):
+            raise AllocMoEError(
+                f"k_orig has {len(self.k_orig)} entries and num_experts {len(self.num_experts)}: "
+                "each needs one per MoE layer"
+            )
+        for layer, (k, experts) in enumerate(zip(self.k_orig, self.num_experts, strict=True)):
+            if not 1 <= k <= experts:
+                raise AllocMoEError(f"k_orig {k} of {experts} experts in MoE layer {layer}")
+
     def difference(self, other: ModelInfo) -> str | None:
         """What makes a plan for `self` unusable on `other`, in words; None if nothing does."""
         if self.family != other.family:
@@ -163,7 +173,7 @@ class Artifact:
         kind, version = body.pop("kind", None), body.pop("schema_version", None)
         if kind != cls.KIND:
             raise AllocMoEError(f"{where}: kind is {kind!r}, expected {cls.KIND!r}")
-        if version != SCHEMA_VERSION:
+        if type(version) is not int or version != SCHEMA_VERSION:
             raise AllocMoEError(
                 f"{where}: schema_version is {version!r}, this allocmoe reads {SCHEMA_VERSION}"
             )
@@ -194,13 +204,19 @@ class Sensitivity(Artifact):
 
     def __post_init__(self) -> None:
         num_layers = len(self.model.k_orig)
-        for name, rows in (("ks", self.ks), ("perplexity", self.perplexity)):
+        for name, rows in (
+            ("ks", self.ks),
+            ("perplexity", self.perplexity),
+            ("context.before", self.context.before),
+            ("context.after", self.context.after),
+        ):
             if len(rows) != num_layers:
                 raise AllocMoEError(f"{name} has {len(rows)} rows for {num_layers} MoE layers")
         for layer, (ks, row) in enumerate(zip(self.ks, self.perplexity, strict=True)):
             if len(ks) != len(row):
                 raise AllocMoEError(f"ks and perplexity differ in length in MoE layer {layer}")
-            if list(ks) != sorted(set(ks)) or not ks or ks[-1] != self.model.k_orig[layer]:
+            rises = list(ks) == sorted({k for k in ks if k > 0})
+            if not ks or not rises or ks[-1] != self.model.k_orig[layer]:
                 raise AllocMoEError(f"ks of MoE layer {layer} must rise to its k_orig: {list(ks)}")
             if min(row) <= 0:
                 raise AllocMoEError(f"a perplexity of MoE layer {layer} is not positive")
@@ -343,7 +359,7 @@ def load_artifact(path: str | Path) -> Artifact:
     """Whatever artefact the file holds."""
     data = read_json(Path(path))
     kind = data.get("kind") if isinstance(data, dict) else None
-    if kind not in KINDS:
+    if not isinstance(kind, str) or kind not in KINDS:
         raise AllocMoEError(
             f"{path}: not an allocmoe artefact (kind {kind!r}; known: {', '.join(KINDS)})"
         )

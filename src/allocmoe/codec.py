@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
+import sys
 import tempfile
 import types
 import typing
@@ -48,7 +48,7 @@ def decode(kind: type[T], data: Any, where: str) -> T:
     values = {name: _decode(hints[name], data[name], f"{where}: {name}") for name in fields}
     try:
         return kind(**values)
-    except AllocMoEError as error:
+    except (AllocMoEError, OverflowError) as error:
         raise AllocMoEError(f"{where}: {error}") from None
 
 
@@ -83,8 +83,8 @@ def _scalar(hint: Any, value: Any, where: str) -> Any:
     right = isinstance(value, hint) and (hint is bool or not isinstance(value, bool))
     if hint is float:
         right = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if right and not math.isfinite(value):
-            raise AllocMoEError(f"{where}: {value} is not a finite number")
+        if right and not -sys.float_info.max <= value <= sys.float_info.max:
+            raise AllocMoEError(f"{where}: {str(value)[:40]} is not a finite number")
     if not right:
         raise AllocMoEError(f"{where}: expected {hint.__name__}, found {_name(value)}")
     return float(value) if hint is float else value
@@ -99,15 +99,36 @@ def read_json(path: Path) -> Any:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise AllocMoEError(f"{path}: no such file") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise AllocMoEError(f"{path}: cannot be read: {error}") from None
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_unique)
     except json.JSONDecodeError as error:
         raise AllocMoEError(
-            f"{path}: not a whole JSON file, it may have been cut off: make it again "
-            f"(line {error.lineno}, column {error.colno}: {error.msg})"
+            f"{path}: not JSON, or cut off (line {error.lineno}, column {error.colno}: {error.msg})"
         ) from None
+    except (ValueError, RecursionError) as error:
+        raise AllocMoEError(f"{path}: not an artefact: {error}") from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(key for i, (key, _) in enumerate(pairs) if key in dict(pairs[:i]))
+        raise ValueError(f"the key {twice!r} stands twice")
+    return found
+
+
+def check_writable(path: Path) -> None:
+    """Fail now rather than after hours of work; leaves nothing behind."""
+    if path.is_dir():
+        raise AllocMoEError(f"{path}: cannot be written: it is a folder")
+    try:
+        folder = next(parent for parent in path.absolute().parents if parent.exists())
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise AllocMoEError(f"{path}: cannot be written: {error.strerror or error}") from None
 
 
 def write_json(path: Path, data: Any) -> None:
@@ -127,7 +148,10 @@ def write_text(path: Path, text: str) -> None:
             os.fsync(file.fileno())
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)
-    except OSError as error:
+        temporary = None
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise AllocMoEError(f"{path}: cannot be written: {reason}") from None
+    finally:
         if temporary is not None:
             Path(temporary).unlink(missing_ok=True)
-        raise AllocMoEError(f"{path}: cannot be written: {error.strerror or error}") from None

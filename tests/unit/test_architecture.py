@@ -36,7 +36,7 @@ FORBIDDEN: dict[str, str] = {
     "evaluation": "profiling planning cli",
     "planning": "cli",
 }
-EXCEPT = {"evaluation": ("allocmoe.profiling.text",)}
+EXCEPT = {"evaluation": ("allocmoe.text",)}
 
 
 def imports(source: str, module: str) -> Iterator[str]:

@@ -357,6 +357,7 @@ def test_the_log_cost_of_ones_telescopes_in_the_papers_context() -> None:
     edges = [97.0, 31.0, 29.5, 30.5, 11.0]
     s = sensitivity(
         model=replace(MODEL, k_orig=(4,) * 4, num_experts=(8,) * 4),
+        context=Context("paper", (4.0,) * 4, (1.0,) * 4),
         ks=((1.0, 2.0, 4.0),) * 4,
         perplexity=tuple((a, 50.0, b) for a, b in itertools.pairwise(edges)),
     )
@@ -371,3 +372,27 @@ def test_activities_add_up_and_give_means() -> None:
     assert (both.mean, both.distinct_per_forward, both.distinct_per_step) == (2, 5, 5)
     idle = LayerActivity(0, 0, 0, 0, 0, 0, 0)
     assert (idle.mean, idle.distinct_per_forward, idle.distinct_per_step) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"kind": [], "schema_version": 1}',
+        '{"kind": "allocmoe.plan", "kind": "allocmoe.plan"}',
+        '{"kind": "allocmoe.plan", "schema_version": true}',
+        "[" * 200_000,
+        "1" * 5000,
+    ],
+)
+def test_odd_files_are_refused_too(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "odd.json"
+    file.write_text(text)
+    with pytest.raises(AllocMoEError, match=r"odd\.json"):
+        load_artifact(file)
+
+
+def test_a_model_needs_as_many_experts_counts_as_layers() -> None:
+    with pytest.raises(AllocMoEError, match="num_experts 1"):
+        replace(MODEL, num_experts=(8,))
+    with pytest.raises(AllocMoEError, match="k_orig 9 of 8"):
+        replace(MODEL, k_orig=(9,) * len(MODEL.k_orig), num_experts=(8,) * len(MODEL.k_orig))

@@ -3,11 +3,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.overrides import TorchFunctionMode
 
 from allocmoe.routing import (
     calibrate_dynamic_moe,
@@ -297,9 +299,7 @@ def test_calibrated_dynamic_moe_keeps_the_budget_over_all_layers(
         for K in Ks
     ]
     most = N * (sum(Ks) - len(Ks))
-    if most == 0:
-        return
-    budget = len(Ks) + data.draw(st.integers(1, most)) / N
+    budget = len(Ks) + data.draw(st.integers(0, most)) / N
     p = calibrate_dynamic_moe(layers, budget)
     realised = sum(int(select_dynamic_moe(scores, p).sum()) for scores in layers)
     assert realised == round(budget * N)
@@ -368,14 +368,34 @@ def test_same_scores_same_mask_and_the_input_stays(name: str, masked: bool) -> N
     assert torch.equal(ALL_RULES[name](column_major, valid), keep)
 
 
+class NoCopies(TorchFunctionMode):
+    """Refuses tensors made from host values: copying them to a device makes the host wait."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func.__name__ not in ("tensor", "as_tensor", "new_tensor", "to", "cpu", "cuda")
+        return func(*args, **kwargs or {})
+
+
 @pytest.mark.parametrize("name", ALL_RULES)
 @pytest.mark.parametrize("masked", [False, True])
-def test_no_rule_asks_the_device_for_a_value(name: str, masked: bool) -> None:
+def test_no_rule_makes_the_host_wait(name: str, masked: bool) -> None:
     # a meta tensor has no values: .item(), bool() or nonzero() on it raise
     scores = torch.empty(21, 5, device="meta")
     valid = torch.empty(21, dtype=torch.bool, device="meta") if masked else None
-    keep = ALL_RULES[name](scores, valid)
+    with NoCopies():
+        keep = ALL_RULES[name](scores, valid)
     assert (keep.shape, keep.dtype, keep.device.type) == ((21, 5), torch.bool, "meta")
     assert reweigh(scores, scores, keep).shape == (21, 5)
     with pytest.raises((RuntimeError, NotImplementedError)):
         bool(keep.any())
+
+
+def test_a_threshold_between_neighbouring_floats_still_tells_them_apart() -> None:
+    one = torch.tensor(1.0)
+    x = torch.tensor(0.25)
+    y = torch.nextafter(x, one)
+    z = torch.nextafter(y, one)
+    scores = torch.stack([torch.stack([one, y]), torch.stack([one, z])])
+    assert select_threshold(scores, 1.5, calibrate_threshold(scores, 1.5)).sum() == 3
+    scores = torch.stack([torch.stack([one, x]), torch.stack([one, y])])
+    assert select_naee(scores, calibrate_naee(scores, 1.5)).sum() == 3

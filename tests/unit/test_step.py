@@ -154,3 +154,13 @@ def test_what_cannot_be_read_is_refused() -> None:
     for mask in (BlockMask(), {"full_attention": BlockMask()}):
         with pytest.raises(AllocMoEError, match=r"type BlockMask; .* attn_implementation"):
             read_step((), {"input_ids": IDS, "attention_mask": mask})
+
+
+def test_a_full_static_sliding_window_keeps_the_newest_column() -> None:
+    class Cache:
+        def get_seq_length(self) -> int:
+            return 9
+
+    mask = torch.ones(2, 1, 1, 6, dtype=torch.bool)
+    kwargs = {"input_ids": torch.ones(2, 1), "attention_mask": mask, "past_key_values": Cache()}
+    assert read_step((), kwargs).num_valid == 2

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from rich.console import Console
 from rich.progress import (
@@ -20,15 +25,52 @@ from rich.progress import (
 )
 from rich.progress import Progress as RichProgress
 
+from allocmoe.errors import AllocMoEError
 from allocmoe.progress import Bar, Progress
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from allocmoe.profiling.text import Text
+    from allocmoe.models import MoEModel
+    from allocmoe.text import Text
 
 # human text goes to stderr, so that stdout holds the JSON document alone
 console = Console(stderr=True, highlight=False)
+
+# bad input and an interrupted run alike: nothing is lost, and the line says how to go on
+FAILED = 2
+
+
+def stop_at_once() -> None:
+    """Ctrl-C and SIGTERM end the process in place: libraries that are just being imported turn
+    an exception into a crash."""
+
+    def stop(number: int, frame: FrameType | None) -> NoReturn:
+        os.write(2, b"allocmoe: error: interrupted; nothing was changed\n")
+        os._exit(FAILED)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
+
+
+def stop_orderly() -> None:
+    """From here on Ctrl-C and SIGTERM raise KeyboardInterrupt, so that the work can be closed."""
+
+    def stop(number: int, frame: FrameType | None) -> NoReturn:
+        raise KeyboardInterrupt
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
+
+
+def check_launch(verb: str) -> None:
+    """Only the profile shares its work among several processes."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return
+    if verb != "profile":
+        raise AllocMoEError(f"torchrun is for `allocmoe profile`; run `{verb}` in one process")
+    if "RANK" not in os.environ:
+        raise AllocMoEError("WORLD_SIZE is set but RANK is not: start several ranks with torchrun")
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, *, positional: bool = True) -> None:
@@ -85,62 +127,83 @@ def add_rule_arguments(parser: argparse.ArgumentParser) -> None:
 
 def number_list(text: str) -> list[float]:
     try:
-        return [float(item) for item in text.split(",")]
+        numbers = [float(item) for item in text.split(",")]
     except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"expected numbers such as 1,2,4,8, not {text!r}"
-        ) from None
+        numbers = [math.nan]
+    if not all(map(math.isfinite, numbers)):
+        raise argparse.ArgumentTypeError(f"expected numbers such as 1,2,4,8, not {text!r}")
+    return numbers
 
 
 def word_list(text: str) -> list[str]:
-    return [item.strip() for item in text.split(",") if item.strip()]
+    words = [item.strip() for item in text.split(",") if item.strip()]
+    if not words:
+        raise argparse.ArgumentTypeError("expected words with commas between them")
+    return words
 
 
-def quiet_transformers() -> None:
+def load_skeleton(args: argparse.Namespace) -> MoEModel:
+    """The model without its weights; what cannot be supported is refused here, at no cost."""
     from transformers.utils import logging
 
-    logging.set_verbosity_error()
-
-
-def load_model(args: argparse.Namespace, *, skeleton: bool = False) -> nn.Module:
     from allocmoe.models import inspect_model, load
 
-    quiet_transformers()
-    options = {"revision": args.revision, "trust_remote_code": args.trust_remote_code}
-    # what cannot be supported is refused before any weight is read
-    inspect_model(frame := load.load_skeleton(args.model, **options))
-    if skeleton:
-        return frame
-    return load.load_model(args.model, dtype=args.dtype, device=args.device, **options)
+    stop_orderly()  # the heavy imports are done
+    logging.set_verbosity_error()
+    if not console.is_terminal:
+        logging.disable_progress_bar()
+    return inspect_model(
+        load.load_skeleton(
+            args.model, revision=args.revision, trust_remote_code=args.trust_remote_code
+        )
+    )
+
+
+def load_model(args: argparse.Namespace) -> nn.Module:
+    from allocmoe.models import load
+
+    return load.load_model(
+        args.model,
+        dtype=args.dtype,
+        device=args.device,
+        revision=args.revision,
+        trust_remote_code=args.trust_remote_code,
+    )
 
 
 def load_tokenizer(args: argparse.Namespace) -> Any:
     from allocmoe.models import load
 
-    quiet_transformers()
     return load.load_tokenizer(
         args.model, revision=args.revision, trust_remote_code=args.trust_remote_code
     )
 
 
 def load_text(args: argparse.Namespace, tokenizer: Any) -> Text:
-    from allocmoe.profiling.text import load_text as load
-
-    return load(args.text, tokenizer, sequences=args.sequences, length=args.length)
+    return _load_text(args.text, tokenizer, args.sequences, args.length)
 
 
 def load_text_pair(args: argparse.Namespace, tokenizer: Any) -> tuple[Text, Text]:
     """Text to calibrate on and text to measure on, which never overlap."""
-    from allocmoe.profiling.text import load_text as load
+    from allocmoe.text import same_source
 
     text = load_text(args, tokenizer)
     source, skip = args.eval_text, 0
     if source is None and args.text == "builtin":
         source = "builtin:heldout"
-    elif source in (None, args.text):
+    elif source is None or same_source(source, args.text):
         source, skip = args.text, args.sequences
-    count = args.eval_sequences
-    return text, load(source, tokenizer, sequences=count, length=args.length, skip=skip)
+    return text, _load_text(source, tokenizer, args.eval_sequences, args.length, skip)
+
+
+def _load_text(source: str, tokenizer: Any, sequences: int, length: int, skip: int = 0) -> Text:
+    from allocmoe.text import load_text as load
+
+    text = load(source, tokenizer, sequences=sequences, length=length, skip=skip)
+    found = text.info.num_sequences
+    if found < sequences:
+        console.print(f"note: {source} has {found} such sequences, not {sequences}", style="yellow")
+    return text
 
 
 def add_eval_text_arguments(parser: argparse.ArgumentParser) -> None:
@@ -150,6 +213,13 @@ def add_eval_text_arguments(parser: argparse.ArgumentParser) -> None:
         help="never the text profiled on; by default its next sequences, or builtin:heldout",
     )
     group.add_argument("--eval-sequences", type=int, default=16, help="how many (default 16)")
+
+
+def resume_hint(partial: str | Path) -> str:
+    """How to go on after an interrupted profile."""
+    if not Path(partial).exists():
+        return "no row was finished yet"
+    return f"finished rows are in {partial}, go on with --resume"
 
 
 def print_json(document: Any) -> None:

@@ -38,30 +38,46 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from allocmoe.artifacts import Sensitivity
+    from allocmoe.artifacts import Sensitivity, TokenRule
     from allocmoe.cli.tables import quality_markdown, quality_table
-    from allocmoe.codec import write_text
+    from allocmoe.codec import check_writable, write_text
     from allocmoe.models import inspect_model
     from allocmoe.planning.compare import compare
     from allocmoe.planning.methods import METHODS, NEEDS_SENSITIVITY, Planner
-    from allocmoe.profiling.profile import profile
+    from allocmoe.profiling.profile import existing_profile, grid, make_context, profile
     from allocmoe.solver import parse_budget
+    from allocmoe.text import check_disjoint
 
     methods = args.methods or list(METHODS)
     unknown = sorted(set(methods) - set(METHODS))
     if unknown:
         raise AllocMoEError(f"unknown method {unknown[0]!r}; known: {', '.join(METHODS)}")
     output = Path(args.output)
+    if output.suffix == ".md":
+        raise AllocMoEError("the result is JSON, the table beside it is .md: name the output .json")
+    check_writable(output)
     kept = output.with_name(f"{output.stem}-sensitivity.json")
-    args.interrupted_hint = f"a finished part of the profile is in {kept}.partial, use --resume"
+    args.interrupted_hint = lambda: common.resume_hint(f"{kept}.partial")
     sensitivity = Sensitivity.load(args.sensitivity) if args.sensitivity else None
-    tokenizer = common.load_tokenizer(args)
-    model = common.load_model(args)
-    info = inspect_model(model).info
+    info = common.load_skeleton(args).info
     for budget in args.budgets:
         parse_budget(budget, info.k_orig)
-    text, eval_text = common.load_text_pair(args, tokenizer)
+    text, eval_text = common.load_text_pair(args, common.load_tokenizer(args))
+    check_disjoint(text, eval_text)
+    model = common.load_model(args)
+    info = inspect_model(model).info
     progress = common.make_progress()
+    if sensitivity is None and NEEDS_SENSITIVITY & set(methods):
+        sensitivity = existing_profile(
+            kept,
+            info,
+            text,
+            context=make_context("paper", info.k_orig, None, TokenRule()),
+            token=TokenRule(),
+            ks=grid(None, info.k_orig, TokenRule()),
+        )
+        if sensitivity is not None:
+            progress.note(f"{kept} fits and is used again")
     if sensitivity is None and NEEDS_SENSITIVITY & set(methods):
         sensitivity = profile(
             model,

@@ -29,19 +29,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     from allocmoe.artifacts import Plan
     from allocmoe.cli.tables import quality_table
+    from allocmoe.codec import check_writable
     from allocmoe.evaluation.quality import evaluate
     from allocmoe.models import inspect_model
 
-    plans = {}
-    for file in args.plan:
-        name = Path(file).stem
-        if name in plans:
-            raise AllocMoEError(f"two plans are called {name}: rename one of the files")
-        plans[name] = Plan.load(file)
-    tokenizer = common.load_tokenizer(args)
-    info = inspect_model(common.load_model(args, skeleton=True)).info
+    if args.output:
+        check_writable(Path(args.output))
+    plans = {name: Plan.load(file) for name, file in _names(args.plan).items()}
+    skeleton = common.load_skeleton(args)
     for plan in plans.values():
-        plan.check_fits(info)
+        plan.check_fits(skeleton.info)
+    text = common.load_text(args, common.load_tokenizer(args))
     model = common.load_model(args)
     info = inspect_model(model).info
     for name, plan in plans.items():
@@ -52,12 +50,25 @@ def run(args: argparse.Namespace) -> None:
     result = evaluate(
         model,
         plans,
-        common.load_text(args, tokenizer),
+        text,
         batch_size=args.batch_size,
         progress=common.make_progress(),
     )
+    common.console.print(quality_table(result))
     if args.output:
         result.save(args.output)
-    common.console.print(quality_table(result))
+        common.console.print(f"saved in {args.output}")
     if args.json:
         common.print_json(result.to_json())
+
+
+def _names(files: list[str]) -> dict[str, str]:
+    """A short name for each file: its own, with as many folders before it as tell them apart."""
+    paths = [Path(file).with_suffix("").parts for file in files]
+    if len({*paths}) < len(paths):
+        raise AllocMoEError("the same plan is given twice")
+    for depth in range(1, max(map(len, paths)) + 1):
+        names = ["/".join(parts[-depth:]) for parts in paths]
+        if len({*names}) == len(names):
+            break
+    return dict(zip(names, files, strict=True))

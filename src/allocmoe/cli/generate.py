@@ -7,6 +7,7 @@ import time
 from dataclasses import asdict
 
 from allocmoe.cli import common
+from allocmoe.errors import AllocMoEError
 
 NAME = "generate"
 HELP = "continue a prompt with a plan applied, and count what ran"
@@ -28,8 +29,15 @@ def run(args: argparse.Namespace) -> None:
     from allocmoe.models import inspect_model
     from allocmoe.runtime.hf import Controller, apply
 
+    if args.max_new_tokens < 1:
+        raise AllocMoEError(f"--max-new-tokens must be 1 or more, not {args.max_new_tokens}")
     plan = Plan.load(args.plan) if args.plan else None
+    skeleton = common.load_skeleton(args)
+    if plan is not None:
+        plan.check_fits(skeleton.info)
     tokenizer = common.load_tokenizer(args)
+    if not all(tokenizer(prompt).input_ids for prompt in args.prompt):
+        raise AllocMoEError("a prompt is empty: give it at least one token")
     model = common.load_model(args)
     # a batch is padded on the left, so that every sequence ends where the new token begins
     tokenizer.padding_side = "left"

@@ -56,10 +56,8 @@ def _artifact(path: str) -> dict[str, Any]:
 def _model(args: argparse.Namespace) -> dict[str, Any]:
     from dataclasses import asdict
 
-    from allocmoe.models import inspect_model
-
     args.model = args.target
-    moe = inspect_model(common.load_model(args, skeleton=True))
+    moe = common.load_skeleton(args)
     info, family = moe.info, moe.family
     table = Table(
         title=f"{info.id}: {info.family}, {len(info.k_orig)} MoE layers of "

@@ -8,10 +8,10 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from types import FrameType
 from typing import NoReturn
 
 from allocmoe.cli import (
+    common,
     compare,
     evaluate,
     generate,
@@ -21,22 +21,30 @@ from allocmoe.cli import (
     plan,
     profile,
 )
+from allocmoe.cli.common import FAILED
 from allocmoe.errors import AllocMoEError
 
 VERBS = (profile, plan, evaluate, compare, generate, optimize, inspect, models)
 
-# bad input and an interrupted run alike: nothing is lost, and the line says how to go on
-FAILED = 2
+
+class _Parser(argparse.ArgumentParser):
+    """Usage errors are errors like all others: one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise AllocMoEError(f"{message}; see `{self.prog} --help`")
 
 
 def make_parser() -> argparse.ArgumentParser:
     from importlib.metadata import version
 
-    parser = argparse.ArgumentParser(
+    # an example that is copied must stay on its line, so the formatter leaves line ends alone
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = _Parser(
         prog="allocmoe",
-        description="Runs fewer experts where it hurts least: a Mixture-of-Experts model and an "
+        description="Runs fewer experts where it hurts least: a Mixture-of-Experts model and an\n"
         "activation budget in, a measured plan out.",
         epilog="example: allocmoe models",
+        formatter_class=layout,
     )
     parser.add_argument("--version", action="version", version=f"allocmoe {version('allocmoe')}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
@@ -46,6 +54,7 @@ def make_parser() -> argparse.ArgumentParser:
             help=module.HELP,
             description=module.HELP[0].upper() + module.HELP[1:] + ".",
             epilog=f"example: {module.EXAMPLE}",
+            formatter_class=layout,
         )
         verb.add_argument("--json", action="store_true", help="print one JSON document on stdout")
         module.add_arguments(verb)
@@ -54,32 +63,34 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
+    words = sys.argv[1:] if argv is None else list(argv)
+    as_json = "--json" in words
     # piped into `head`, stop quietly
     if hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    signal.signal(signal.SIGTERM, _interrupt)
-    args = make_parser().parse_args(argv)
+    common.stop_at_once()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    args = None
     try:
+        args = make_parser().parse_args(words)
+        common.check_launch(args.verb)
         args.run(args)
     except AllocMoEError as error:
-        _fail(str(error), args.json)
+        _fail(str(error), as_json)
     except KeyboardInterrupt:
-        hint = getattr(args, "interrupted_hint", "nothing was changed")
-        _fail(f"interrupted; {hint}", args.json)
+        hint = getattr(args, "interrupted_hint", None)
+        _fail(f"interrupted; {hint() if hint else 'nothing was changed'}", as_json)
     except Exception as error:
         if type(error).__name__ != "OutOfMemoryError":
             raise
-        _fail("out of memory: try a smaller --batch-size or --length", args.json)
+        _fail("out of memory: try a smaller --batch-size or --length", as_json)
     sys.exit(0)
 
 
-def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
-    raise KeyboardInterrupt
-
-
 def _fail(message: str, as_json: bool) -> NoReturn:
-    if as_json:
-        print(json.dumps({"error": message}))
-    print(f"allocmoe: error: {message}", file=sys.stderr)
+    # of several ranks, one tells
+    if os.environ.get("RANK", "0") == "0":
+        if as_json:
+            print(json.dumps({"error": message}))
+        print(f"allocmoe: error: {message}", file=sys.stderr)
     sys.exit(FAILED)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from allocmoe.cli import common
 from allocmoe.errors import AllocMoEError
@@ -41,19 +42,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     from allocmoe.cli.tables import plan_table, quality_table
-    from allocmoe.models import inspect_model
+    from allocmoe.codec import check_writable
     from allocmoe.planning.optimize import CONTEXTS, optimize
     from allocmoe.solver import parse_budget
 
     unknown = sorted(set(args.contexts) - set(CONTEXTS))
     if unknown:
         raise AllocMoEError(f"unknown context {unknown[0]!r}; known: {', '.join(CONTEXTS)}")
-    args.interrupted_hint = f"finished rows are in {args.output}, go on with --resume"
-    tokenizer = common.load_tokenizer(args)
-    skeleton = common.load_model(args, skeleton=True)
-    parse_budget(args.budget, inspect_model(skeleton).info.k_orig)
+    directory = Path(args.output)
+    check_writable(directory / "plan.json")
+    args.interrupted_hint = lambda: common.resume_hint(
+        next(directory.glob("*.partial"), directory / "none")
+    )
+    parse_budget(args.budget, common.load_skeleton(args).info.k_orig)
+    text, eval_text = common.load_text_pair(args, common.load_tokenizer(args))
     model = common.load_model(args)
-    text, eval_text = common.load_text_pair(args, tokenizer)
     result = optimize(
         model,
         args.budget,

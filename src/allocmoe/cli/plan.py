@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from allocmoe.cli import common
 from allocmoe.errors import AllocMoEError
@@ -56,11 +57,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     from allocmoe.artifacts import Sensitivity
     from allocmoe.cli.tables import plan_table
+    from allocmoe.codec import check_writable
     from allocmoe.models import inspect_model
     from allocmoe.planning.methods import METHODS, NEEDS_TEXT, NEEDS_WEIGHTS, Planner
+    from allocmoe.solver import parse_budget
 
     if args.method not in METHODS:
         raise AllocMoEError(f"unknown method {args.method!r}; known: {', '.join(METHODS)}")
+    check_writable(Path(args.output))
     sensitivity = Sensitivity.load(args.sensitivity) if args.sensitivity else None
     threshold = args.scope == "threshold" and args.method in ("alloc-t", "alloc-moe")
     weights = args.method in NEEDS_WEIGHTS or threshold
@@ -70,10 +74,13 @@ def run(args: argparse.Namespace) -> None:
         )
     model = text = None
     if args.model is not None:
+        info = common.load_skeleton(args).info
+        parse_budget(args.budget, info.k_orig)
         if args.method in NEEDS_TEXT or threshold:
             text = common.load_text(args, common.load_tokenizer(args))
-        model = common.load_model(args, skeleton=not weights)
-        info = inspect_model(model).info
+        if weights:
+            model = common.load_model(args)
+            info = inspect_model(model).info
     else:
         assert sensitivity is not None
         info = sensitivity.model

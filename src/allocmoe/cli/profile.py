@@ -50,12 +50,12 @@ def run(args: argparse.Namespace) -> None:
     from allocmoe.profiling.ranks import torchrun_ranks
     from allocmoe.progress import Progress
 
-    args.interrupted_hint = f"finished rows are in {args.output}.partial, go on with --resume"
+    args.interrupted_hint = lambda: common.resume_hint(f"{args.output}.partial")
     with torchrun_ranks() as ranks:
         chief = ranks.rank == 0
-        tokenizer = common.load_tokenizer(args)
+        common.load_skeleton(args)
+        text = common.load_text(args, common.load_tokenizer(args))
         model = common.load_model(args)
-        text = common.load_text(args, tokenizer)
         rule = args.token_rule
         token = TokenRule() if rule == "none" else TokenRule("alloc-t", rule, args.k_base)
         result = profile(

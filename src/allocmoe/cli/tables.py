@@ -17,7 +17,7 @@ _COLUMNS = (
     "log rise",
     "KL",
     "top-1",
-    "experts/step",
+    "experts",
 )
 
 
@@ -29,7 +29,7 @@ def quality_table(evaluation: Evaluation, best: str | None = None) -> Table:
         title=f"{evaluation.model.id} on {text.source}, "
         f"{text.num_sequences} x {text.sequence_length} tokens",
         caption="log rise: of the log-perplexity over the unmodified model. KL: to it, in nats a "
-        "token.\nexperts/step: distinct experts a layer loads to decode "
+        "token.\nexperts: distinct experts a layer loads to decode "
         f"{evaluation.batch_size} sequences together.",
         box=box.SIMPLE_HEAD,
         padding=(0, 0),

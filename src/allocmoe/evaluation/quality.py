@@ -12,10 +12,10 @@ from torch import nn
 from allocmoe.artifacts import Evaluation, LayerActivity, Plan, Quality, TokenRule
 from allocmoe.errors import AllocMoEError
 from allocmoe.models import MoEModel, inspect_model
-from allocmoe.profiling.text import Text
 from allocmoe.progress import Progress
 from allocmoe.runtime.hf import Controller
-from allocmoe.runtime.loss import logits_of, nll_sum, num_predictions, perplexity
+from allocmoe.runtime.loss import logits_of, nll_sum, num_predictions, overflow_hint, perplexity
+from allocmoe.text import Text
 
 UNMODIFIED = "unmodified"
 
@@ -100,9 +100,7 @@ class _Sums:
     ) -> Quality:
         value = perplexity(float(self.nll), predictions)
         if not math.isfinite(value):
-            raise AllocMoEError(
-                f"the perplexity of {name} is {value}: try another dtype, such as --dtype float32"
-            )
+            raise AllocMoEError(f"the perplexity of {name} is {value}: {overflow_hint(moe.model)}")
         layers = self.activity
         return Quality(
             name=name,

@@ -66,7 +66,7 @@ def run_experts(
     # scattering to distinct slots and summing is deterministic on CUDA, index_add_ is not
     slots = y.new_zeros(num_tokens * pairs.num_columns, y.shape[1])
     slots[pairs.slot] = y
-    out = slots.view(num_tokens, pairs.num_columns, -1).sum(1, dtype=torch.float32)
+    out = slots.view(num_tokens, pairs.num_columns, y.shape[1]).sum(1, dtype=torch.float32)
     return out.to(hidden_TH.dtype)
 
 

@@ -133,5 +133,7 @@ def fingerprint(model: nn.Module) -> str | None:
         digest.update(f"{name}{tuple(parameter.shape)}".encode())
         flat = parameter.detach().reshape(-1)
         step = max(1, flat.numel() // 16)
-        digest.update(flat[::step][:16].to("cpu", torch.float32).numpy().tobytes())
+        # rounded, so that the same weights loaded in another precision are the same weights
+        values = flat[::step][:16].to("cpu", torch.bfloat16)
+        digest.update(values.view(torch.int16).numpy().tobytes())
     return digest.hexdigest()[:16]

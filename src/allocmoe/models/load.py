@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from pathlib import Path
 from typing import Any
@@ -30,23 +31,27 @@ def load_model(
     """
     from transformers import AutoModelForCausalLM
 
+    wanted_dtype, wanted_device = _dtype(dtype), _device(device)
     config = _load_config(name, revision, trust_remote_code)
-    kwargs: dict[str, Any] = {"device_map": "auto"} if device == "spread" else {}
-    if device == "spread":
-        _need_accelerate()
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(
+        load: Any = AutoModelForCausalLM.from_pretrained
+        model, report = load(
             name,
             config=config,
-            dtype=_dtype(dtype),
+            dtype=wanted_dtype,
+            device_map="auto" if wanted_device is None else None,
             revision=revision,
             trust_remote_code=trust_remote_code,
-            **kwargs,
+            output_loading_info=True,
         )
-    except (OSError, ValueError, ImportError, RuntimeError) as error:
+    except Exception as error:  # whatever a broken checkpoint makes the libraries raise
         raise AllocMoEError(f"{name} cannot be loaded: {_first_line(error)}") from error
-    if device != "spread":
-        model.to(_device(device))
+    # transformers fills what is missing with random numbers
+    lacking = sorted(report["missing_keys"]) or sorted(map(str, report["mismatched_keys"]))
+    if lacking:
+        raise AllocMoEError(f"{name} lacks weights: {len(lacking)} tensors, such as {lacking[0]}")
+    if wanted_device is not None:
+        model.to(wanted_device)
     loaded: nn.Module = model.eval()
     return loaded
 
@@ -98,6 +103,10 @@ def _load_config(name: str, revision: str | None, trust_remote_code: bool) -> An
             name, revision=revision, trust_remote_code=trust_remote_code
         )
     except (OSError, ValueError, KeyError) as error:
+        if not Path(name).is_dir():
+            raise AllocMoEError(
+                f"there is no folder {name}, and the hub did not give it: {_first_line(error)}"
+            ) from error
         raise AllocMoEError(f"{name} is no model: {_first_line(error)}") from error
     # before gigabytes of weights are read
     family = str(config.model_type).removesuffix("_text")
@@ -118,35 +127,31 @@ def _check_name(name: str) -> None:
 
 
 def _dtype(name: str) -> Any:
-    if name == "auto":
-        return "auto"
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+    if name not in ("auto", "float32", "bfloat16", "float16", "float64"):
         raise AllocMoEError(f"unknown dtype {name!r}: take auto, float32, bfloat16 or float16")
-    return dtype
+    return "auto" if name == "auto" else getattr(torch, name)
 
 
-def _device(name: str) -> torch.device:
+def _device(name: str) -> torch.device | None:
+    """The device, or None to let accelerate spread the model."""
+    if name == "spread":
+        if importlib.util.find_spec("accelerate") is None:
+            raise AllocMoEError(
+                "spreading a model over devices needs accelerate: "
+                "pip install 'allocmoe[device-map]'"
+            )
+        return None
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
+        raise AllocMoEError(f"unknown device {name!r}: take auto, spread, cpu, cuda or cuda:N")
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise AllocMoEError(
-            f"unknown device {name!r}: take auto, spread, cpu, cuda or cuda:N"
-        ) from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise AllocMoEError(f"the device {name} was asked for, but there is no CUDA here")
+            f"the device {name} was asked for, but there are {torch.cuda.device_count()} CUDA "
+            "devices here"
+        )
     return device
-
-
-def _need_accelerate() -> None:
-    try:
-        import accelerate  # noqa: F401
-    except ImportError:
-        raise AllocMoEError(
-            "spreading a model over devices needs accelerate: pip install 'allocmoe[device-map]'"
-        ) from None
 
 
 def _first_line(error: Exception) -> str:

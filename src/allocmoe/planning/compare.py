@@ -10,8 +10,8 @@ from allocmoe.artifacts import Evaluation, Method, Plan
 from allocmoe.errors import AllocMoEError
 from allocmoe.evaluation.quality import evaluate
 from allocmoe.planning.methods import METHODS, Planner
-from allocmoe.profiling.text import Text
 from allocmoe.progress import Progress
+from allocmoe.text import Text
 
 
 def compare(

@@ -14,7 +14,6 @@ from allocmoe.models import MoEModel, inspect_model
 from allocmoe.planning.solve import solve
 from allocmoe.profiling.calibrate import calibrate
 from allocmoe.profiling.lexi import lexi_distances
-from allocmoe.profiling.text import Text
 from allocmoe.progress import Progress
 from allocmoe.solver import (
     ascending,
@@ -25,6 +24,7 @@ from allocmoe.solver import (
     uniform,
     uniform_mean,
 )
+from allocmoe.text import Text
 
 METHODS: tuple[Method, ...] = get_args(Method)
 NEEDS_SENSITIVITY = frozenset({"alloc-l", "alloc-moe"})
@@ -58,6 +58,12 @@ class Planner:
     batch_size: int = 4
     progress: Progress = field(default_factory=Progress)
     _lexi: list[list[float]] | None = None
+
+    def __post_init__(self) -> None:
+        most = max(self.info.k_orig)
+        for name, value in (("k_base", self.k_base), ("renormalise_over", self.renormalise_over)):
+            if value is not None and not 0 <= value <= most:
+                raise AllocMoEError(f"{name} must be at most the model's own k of {most}: {value}")
 
     def plan(self, method: Method, budget: str | float) -> Plan:
         """The plan of `method` at `budget`."""

@@ -14,11 +14,9 @@ from pathlib import Path
 from torch import nn
 
 from allocmoe.artifacts import (
-    Context,
     ContextName,
     Evaluation,
     Method,
-    ModelInfo,
     Plan,
     Scope,
     Sensitivity,
@@ -28,10 +26,10 @@ from allocmoe.errors import AllocMoEError
 from allocmoe.evaluation.quality import UNMODIFIED, evaluate
 from allocmoe.models import inspect_model
 from allocmoe.planning.methods import Planner
-from allocmoe.profiling.profile import grid, make_context, profile
-from allocmoe.profiling.text import Text
+from allocmoe.profiling.profile import existing_profile, grid, make_context, profile
 from allocmoe.progress import Progress
 from allocmoe.solver import parse_budget
+from allocmoe.text import Text, check_disjoint
 
 CONTEXTS: tuple[ContextName, ...] = ("paper", "single", "around")
 
@@ -67,8 +65,7 @@ def optimize(
     in batch scope where the plan's own scope has thresholds. A profile that is already in
     `directory` and fits is used again.
     """
-    if text.info.sha256 == eval_text.info.sha256:
-        raise AllocMoEError("the text to choose by must not be the text profiled on")
+    check_disjoint(text, eval_text)
     if not contexts:
         raise AllocMoEError("optimize needs at least one context")
     directory, progress = Path(directory), progress or Progress()
@@ -93,16 +90,21 @@ def optimize(
     plain: Method = "uniform" if scope is None else "alloc-t"
     solved: Method = "alloc-l" if scope is None else "alloc-moe"
     plans: dict[str, Plan] = {plain: planner(None).plan(plain, budget)}
-    for name in contexts:
+    for number, name in enumerate(contexts, 1):
         around = budget if name == "around" else None
         file = directory / f"sensitivity-{name}{f'-{total}' if around is not None else ''}.json"
-        sensitivity = _existing(
-            file, info, text, make_context(name, info.k_orig, around, token), token, ks
+        sensitivity = existing_profile(
+            file,
+            info,
+            text,
+            context=make_context(name, info.k_orig, around, token),
+            token=token,
+            ks=grid(ks, info.k_orig, token),
         )
         if sensitivity is not None:
             progress.note(f"{file} fits and is used again")
         else:
-            progress.note(f"profiling in the context {name}")
+            progress.note(f"profile {number} of {len(contexts)}")
             sensitivity = profile(
                 model,
                 text,
@@ -124,25 +126,3 @@ def optimize(
     best = min(candidates, key=lambda row: row.perplexity).name
     plans[best].save(directory / "plan.json")
     return Optimized(plans[best], best, evaluation)
-
-
-def _existing(
-    file: Path,
-    info: ModelInfo,
-    text: Text,
-    context: Context,
-    token: TokenRule,
-    ks: Sequence[float] | None,
-) -> Sensitivity | None:
-    """The finished profile in `file`, if it is the one that would be made now."""
-    if not file.exists():
-        return None
-    found = Sensitivity.load(file)
-    same_model = found.model.fingerprint == info.fingerprint and not found.model.difference(info)
-    same_text = found.text is not None and found.text.sha256 == text.info.sha256
-    same_run = (found.context, found.token, found.ks) == (
-        context,
-        token,
-        grid(ks, info.k_orig, token),
-    )
-    return found if same_model and same_text and same_run else None

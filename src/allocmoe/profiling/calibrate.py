@@ -14,11 +14,11 @@ import torch
 
 from allocmoe.artifacts import Rule, Scope, TokenRule
 from allocmoe.models import MoEModel
-from allocmoe.profiling.text import Text
 from allocmoe.profiling.walk import LayerWalk, can_walk
 from allocmoe.progress import Bar, Progress
 from allocmoe.routing import calibrate_dynamic_moe, calibrate_naee, calibrate_threshold
 from allocmoe.runtime.hf import Controller
+from allocmoe.text import Text
 
 # Dynamic-MoE's p moves the scores it was set on; it settles within a few rounds.
 _MAX_ROUNDS = 8

@@ -12,23 +12,23 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
-from allocmoe.artifacts import Context, ContextName, Sensitivity, TokenRule
-from allocmoe.codec import encode, read_json, write_json
+from allocmoe.artifacts import Context, ContextName, ModelInfo, Sensitivity, TokenRule
+from allocmoe.codec import check_writable, decode, encode, read_json, write_json
 from allocmoe.errors import AllocMoEError
 from allocmoe.models import MoEModel, inspect_model
 from allocmoe.profiling.ranks import Ranks, current_ranks
-from allocmoe.profiling.text import Text
 from allocmoe.profiling.walk import LayerWalk, can_walk
 from allocmoe.progress import Progress
 from allocmoe.runtime.hf import Controller
-from allocmoe.runtime.loss import num_predictions, perplexity
+from allocmoe.runtime.loss import num_predictions, overflow_hint, perplexity
 from allocmoe.solver import parse_budget, uniform, uniform_mean
+from allocmoe.text import Text
 
-PARTIAL_KIND = "allocmoe.profile-in-progress"
+PARTIAL_KIND: Literal["allocmoe.profile-in-progress"] = "allocmoe.profile-in-progress"
 
 
 def profile(
@@ -51,7 +51,7 @@ def profile(
     token: a token rule that is on while measuring (alloc-t in batch or sequence scope).
     ks: the grid of k, each layer's k_orig is added; all whole numbers if not given.
     save_to: where the result goes; finished rows are kept beside it in FILE.partial, and
-      `resume` goes on from there.
+      `resume` goes on from there, or returns the finished profile in FILE if it is this one.
     """
     moe = inspect_model(model)
     token = token or TokenRule()
@@ -73,8 +73,15 @@ def profile(
         progress=progress or Progress(),
         partial=None if save_to is None else Path(f"{save_to}.partial"),
     )
+    if save_to is not None:
+        check_writable(Path(save_to))
     if resume:
         job.load_partial()
+        finished = existing_profile(
+            save_to, moe.info, text, context=job.context, token=token, ks=job.ks
+        )
+        if finished is not None and not job.rows:
+            return finished
     elif job.partial is not None and job.partial.exists():
         raise AllocMoEError(
             f"{job.partial} holds the rows of an unfinished profile: "
@@ -93,8 +100,10 @@ def make_context(
     name: ContextName, k_orig: Sequence[int], budget: str | float | None, token: TokenRule
 ) -> Context:
     full = tuple(float(k) for k in k_orig)
-    if (name == "around") != (budget is not None):
-        raise AllocMoEError("the context around needs a budget, the others take none")
+    if name == "around" and budget is None:
+        raise AllocMoEError("the context around needs the budget it is around")
+    if name != "around" and budget is not None:
+        raise AllocMoEError(f"the context {name} takes no budget, only around does")
     if name == "paper":
         return Context(name, full, tuple(1.0 for _ in full))
     if name == "single":
@@ -114,11 +123,41 @@ def grid(
     """The values of k to measure in each layer: those given that the layer has, and its k_orig."""
     if ks is None:
         return tuple(tuple(float(k) for k in range(1, own + 1)) for own in k_orig)
-    if not ks or min(ks) < 1 or max(ks) > max(k_orig):
+    if not ks or not all(1 <= k <= max(k_orig) for k in ks):
         raise AllocMoEError(f"the grid of k must lie in 1..{max(k_orig)}: {list(ks)}")
     if token.rule == "none" and any(k != int(k) for k in ks):
         raise AllocMoEError(f"without a token rule the grid of k must be whole: {list(ks)}")
     return tuple(tuple(sorted({float(k) for k in ks if k < own} | {float(own)})) for own in k_orig)
+
+
+def existing_profile(
+    file: str | Path | None,
+    info: ModelInfo,
+    text: Text,
+    *,
+    context: Context,
+    token: TokenRule,
+    ks: tuple[tuple[float, ...], ...],
+) -> Sensitivity | None:
+    """The finished profile in `file`, if it is the one that would be made now."""
+    if file is None or not Path(file).exists():
+        return None
+    found = Sensitivity.load(file)
+    same_model = found.model.fingerprint == info.fingerprint and not found.model.difference(info)
+    same_text = found.text is not None and found.text.sha256 == text.info.sha256
+    same_run = (found.context, found.token, found.ks) == (context, token, ks)
+    return found if same_model and same_text and same_run else None
+
+
+@dataclass(frozen=True)
+class _Partial:
+    """The rows of an unfinished profile, as kept on disk."""
+
+    kind: Literal["allocmoe.profile-in-progress"]
+    settings: dict[str, Any]
+    base_perplexity: float
+    rows: tuple[tuple[float, ...], ...]
+    seconds: float
 
 
 @dataclass
@@ -140,6 +179,12 @@ class _Job:
     def run(self, offload: bool) -> Sensitivity:
         began = time.perf_counter()
         earlier = self.seconds
+        tokens = self.text.ids.numel()
+        self.progress.note(
+            f"profiling {self.moe.info.id} in the context {self.context.name}: {len(self.ks)} MoE "
+            f"layers, {sum(map(len, self.ks))} entries over {tokens} tokens"
+            + (f", {len(self.rows)} rows already done" if self.rows else "")
+        )
         walkable = can_walk(self.moe, self.text.ids)
         if not walkable:
             self.progress.note(
@@ -207,15 +252,15 @@ class _Job:
             place = "of the unmodified model"
         else:
             place = f"at MoE layer {layer}, k={config[layer]:g},"
-        return f"the perplexity {place} is {value}: try another dtype, such as --dtype float32"
+        return f"the perplexity {place} is {value}: {overflow_hint(self.moe.model)}"
 
     # What must not change between a run and its continuation.
     def _settings(self) -> dict[str, Any]:
         model = replace(self.moe.info, id="", revision=None)
         settings: dict[str, Any] = encode(
             {
-                "model": model,
                 "dtype": str(self.moe.model.dtype),
+                "model": model,
                 "text": replace(self.text.info, source=""),
                 "context": self.context,
                 "token": self.token,
@@ -228,16 +273,14 @@ class _Job:
     def _save_partial(self) -> None:
         if self.partial is None or self.ranks.rank != 0:
             return
-        write_json(
-            self.partial,
-            {
-                "kind": PARTIAL_KIND,
-                "settings": self._settings(),
-                "base_perplexity": self.measured[tuple(map(float, self.moe.k_orig))],
-                "rows": encode(self.rows),
-                "seconds": self.seconds,
-            },
+        partial = _Partial(
+            kind=PARTIAL_KIND,
+            settings=self._settings(),
+            base_perplexity=self.measured[tuple(map(float, self.moe.k_orig))],
+            rows=tuple(self.rows),
+            seconds=self.seconds,
         )
+        write_json(self.partial, encode(partial))
 
     def load_partial(self) -> None:
         """Take over the rows of an unfinished run; nothing to take over is a fresh start."""
@@ -245,21 +288,20 @@ class _Job:
             raise AllocMoEError("resume needs the file that the profile is saved to")
         if not self.partial.exists():
             return
-        data = read_json(self.partial)
-        if not isinstance(data, dict) or data.get("kind") != PARTIAL_KIND:
-            raise AllocMoEError(f"{self.partial}: not an unfinished profile")
-        ours = self._settings()
-        for key, value in ours.items():
-            theirs = data["settings"].get(key)
+        found = decode(_Partial, read_json(self.partial), str(self.partial))
+        for key, value in self._settings().items():
+            theirs = found.settings.get(key)
             if theirs != value:
                 raise AllocMoEError(
                     f"{self.partial}: cannot resume, {_changed(key, theirs, value)}; "
                     "delete the file to start anew"
                 )
-        self.seconds = float(data["seconds"])
-        self.measured[tuple(map(float, self.moe.k_orig))] = data["base_perplexity"]
-        for layer, row in enumerate(data["rows"]):
-            self.rows.append(tuple(row))
+        if [len(row) for row in found.rows] != [len(ks) for ks in self.ks[: len(found.rows)]]:
+            raise AllocMoEError(f"{self.partial}: its rows are not whole; delete the file")
+        self.seconds = found.seconds
+        self.rows = list(found.rows)
+        self.measured[tuple(map(float, self.moe.k_orig))] = found.base_perplexity
+        for layer, row in enumerate(found.rows):
             for k, value in zip(self.ks[layer], row, strict=True):
                 self.measured[self._config(layer, k)] = value
 
@@ -268,4 +310,5 @@ def _changed(key: str, old: Any, new: Any) -> str:
     if isinstance(old, dict) and isinstance(new, dict):
         inner = next(name for name in new if old.get(name) != new[name])
         return _changed(f"{key}.{inner}", old.get(inner), new[inner])
-    return f"{key} has changed from {old} to {new}"
+    change = f" from {old} to {new}"
+    return f"{key} has changed{change if len(change) < 80 else ''}"

@@ -60,7 +60,8 @@ def select_threshold(
 ) -> torch.Tensor:
     """Keep the first K_base and every other candidate whose score exceeds the threshold."""
     base = base_of(budget, k_base)
-    keep = select_top_k(scores_TK, base) | (scores_TK > threshold)
+    # in float64, or the threshold would be rounded onto a score
+    keep = select_top_k(scores_TK, base) | (scores_TK.double() > threshold)
     return drop_padding(keep, valid_T)
 
 

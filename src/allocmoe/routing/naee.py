@@ -14,7 +14,9 @@ from allocmoe.routing.top_k import drop_padding
 def select_naee(
     scores_TK: torch.Tensor, beta: float, valid_T: torch.Tensor | None = None
 ) -> torch.Tensor:
-    keep = scores_TK >= beta * scores_TK[:, :1]
+    # in float64, or beta would be rounded onto a ratio
+    scores = scores_TK.double()
+    keep = scores / scores[:, :1] >= beta
     keep[:, 0] = True
     return drop_padding(keep, valid_T)
 

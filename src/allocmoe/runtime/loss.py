@@ -34,6 +34,13 @@ def num_predictions(ids_NS: torch.Tensor) -> int:
     return ids_NS.shape[0] * (ids_NS.shape[1] - 1)
 
 
+def overflow_hint(model: Any) -> str:
+    """What to try when a loss is not finite."""
+    if model.dtype == torch.float32:
+        return "the weights themselves may be broken"
+    return f"try --dtype float32 instead of {str(model.dtype).removeprefix('torch.')}"
+
+
 def perplexity(nll: float, predictions: int) -> float:
     """exp(nll / predictions), inf where that is too large for a float."""
     try:

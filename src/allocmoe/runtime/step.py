@@ -62,7 +62,7 @@ def _valid_tokens(mask: Any, cache: Any, length: int) -> torch.Tensor | None:
     # a float mask adds 0 where attention is allowed and a huge negative number where it is not
     allowed = mask if mask.dtype == torch.bool else mask >= 0
     seen = allowed.any(dim=1).any(dim=1)
-    past = cache.get_seq_length() if cache is not None else 0
-    columns = torch.arange(length, device=mask.device) + past
-    # a sliding window keeps the newest columns only
-    return seen[:, columns] if seen.shape[1] > length else seen
+    past = torch.as_tensor(0 if cache is None else cache.get_seq_length(), device=mask.device)
+    # a sliding window that is full keeps the newest columns, this forward's last
+    start = past.clamp(max=seen.shape[1] - length)
+    return seen[:, torch.arange(length, device=mask.device) + start]

@@ -41,8 +41,8 @@ def load_text(
     Documents are joined and cut. Each sequence starts with the tokens, such as BOS, that the
     tokenizer itself puts before a text.
     """
-    if sequences < 1 or length < 2:
-        raise AllocMoEError("text needs at least 1 sequence of at least 2 tokens")
+    if sequences < 1 or length < 2 or skip < 0:
+        raise AllocMoEError("text needs at least 1 sequence of at least 2 tokens, and no skip < 0")
     prefix = _prefix(tokenizer)
     body = length - len(prefix)
     if body < 2:
@@ -76,6 +76,29 @@ def text_from_ids(ids_NS: torch.Tensor, source: str = "token ids") -> Text:
     return Text(ids, TextInfo(source, sha256, ids.shape[0], ids.shape[1]))
 
 
+def check_disjoint(text: Text, other: Text) -> None:
+    """Text to measure on must not share a sequence with the text calibrated on."""
+    seen = {tuple(row) for row in text.ids.tolist()}
+    shared = sum(tuple(row) in seen for row in other.ids.tolist())
+    if shared:
+        raise AllocMoEError(
+            f"{shared} sequences of {other.info.source} are also in the text profiled on, "
+            f"{text.info.source}: measure on other text"
+        )
+
+
+def same_source(source: str, other: str) -> bool:
+    """Whether two names mean the same text."""
+
+    def plain(name: str) -> str:
+        head, _, split = name.partition(":")
+        if head in _DATASETS and not Path(name).exists():
+            return f"{head}:{split or _DATASETS[head][3]}"
+        return name if name in _BUILTIN else str(Path(name).resolve())
+
+    return plain(source) == plain(other)
+
+
 def _prefix(tokenizer: Any) -> list[int]:
     plain = tokenizer("a", add_special_tokens=False).input_ids
     dressed = tokenizer("a").input_ids
@@ -98,17 +121,27 @@ def _pieces(source: str) -> Iterator[str]:
 
 
 def _builtin(heldout: bool) -> Iterator[str]:
-    """Python's own language reference, which every Python carries.
+    """Python's own language reference, which every Python carries, in two parts.
 
-    Its topics are split by a hash of their name: one in three is held out, so that the two parts
-    never share a topic, on any version of Python.
+    Topics repeat each other's paragraphs. Those that share one stay together; the largest such
+    group is for calibration, and of the others those are held out whose first name says so.
     """
-    from pydoc_data import topics
+    from pydoc_data.topics import topics
 
-    for name in sorted(topics.topics):
-        chosen = hashlib.sha256(name.encode()).digest()[0] % 3 == 0
-        if chosen == heldout:
-            yield topics.topics[name] + "\n"
+    groups: list[set[str]] = []
+    paragraphs: dict[str, set[str]] = {
+        name: {p.strip() for p in text.split("\n\n") if len(p) > 60}
+        for name, text in topics.items()
+    }
+    for name in sorted(topics):
+        related = [g for g in groups if any(paragraphs[name] & paragraphs[other] for other in g)]
+        groups = [g for g in groups if g not in related] + [{name}.union(*related)]
+    largest = max(groups, key=lambda group: sum(len(topics[name]) for name in group))
+    for group in sorted(groups, key=min):
+        apart = hashlib.sha256(min(group).encode()).digest()[0] % 2 == 0
+        if (apart and group is not largest) == heldout:
+            for name in sorted(group):
+                yield topics[name] + "\n"
 
 
 def _dataset(name: str, split: str) -> Iterator[str]:
