@@ -1,7 +1,8 @@
 """What a profile costs: our walk against Algorithm 1 taken literally, on one model, in one run.
 
-    python benchmarks/profile_cost.py                        # a 16-layer top-8 model on the CPU
-    python benchmarks/profile_cost.py --device cuda --hidden 2048 --expert-width 1024 ...
+    python benchmarks/profile_cost.py    # OLMoE-1B-7B with every width an eighth, on the CPU
+    python benchmarks/profile_cost.py --device cuda --dtype bfloat16 --hidden 2048 \\
+        --expert-width 1024 --vocabulary 50304    # its real size
 
 Each way runs in a process of its own, in turns, so that its peak memory is its own.
 """
@@ -39,7 +40,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--top-k", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--expert-width", type=int, default=128)
-    parser.add_argument("--vocabulary", type=int, default=8192)
+    parser.add_argument("--vocabulary", type=int, default=6288)
     parser.add_argument("--sequences", type=int, default=4)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--batch-size", type=int, default=4)

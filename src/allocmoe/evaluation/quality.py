@@ -14,13 +14,17 @@ from allocmoe.errors import AllocMoEError
 from allocmoe.models import MoEModel, inspect_model
 from allocmoe.progress import Progress
 from allocmoe.runtime.hf import Controller
-from allocmoe.runtime.loss import logits_of, nll_sum, num_predictions, overflow_hint, perplexity
+from allocmoe.runtime.loss import (
+    chunks,
+    logits_of,
+    nll_sum,
+    num_predictions,
+    overflow_hint,
+    perplexity,
+)
 from allocmoe.text import Text
 
 UNMODIFIED = "unmodified"
-
-# float32 copies of the logits are made this many values at a time
-_CHUNK = 1 << 26
 
 
 def evaluate(
@@ -89,8 +93,7 @@ class _Sums:
         """KL(reference || plan) and equal argmax, over every position."""
         reference, logits = reference_BSV.flatten(0, 1), logits_BSV.flatten(0, 1)
         self.compared += logits.shape[0]
-        rows = max(1, _CHUNK // logits.shape[1])
-        for p, q in zip(reference.split(rows), logits.split(rows), strict=True):
+        for p, q in chunks(reference, logits):
             log_p, log_q = p.float().log_softmax(-1), q.float().log_softmax(-1)
             self.kl = self.kl + (log_p.exp() * (log_p - log_q)).sum(-1).double().sum()
             self.same = self.same + (p.argmax(-1) == q.argmax(-1)).double().sum()

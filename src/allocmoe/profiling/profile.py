@@ -209,8 +209,14 @@ class _Job:
                     walk.advance(layer.decoder_index)
                 row = []
                 for k in self.ks[layer.index]:
-                    row.append(self._measure(walk, controller, self._config(layer.index, k)))
-                    bar.advance(depth - walk.start, f"row {layer.index + 1}/{len(self.ks)}")
+                    config = self._config(layer.index, k)
+                    # the last run of a row may carry the text to the next row
+                    onward = walkable and k == self.ks[layer.index][-1]
+                    move_to = self._next_start(layer.index, k) if onward else None
+                    row.append(self._measure(walk, controller, config, move_to))
+                    bar.advance(
+                        depth - layer.decoder_index, f"row {layer.index + 1}/{len(self.ks)}"
+                    )
                 self.rows.append(tuple(row))
                 self.seconds = earlier + time.perf_counter() - began
                 self._save_partial()
@@ -237,10 +243,22 @@ class _Job:
     def _config(self, layer: int, k: float) -> tuple[float, ...]:
         return (*self.context.before[:layer], k, *self.context.after[layer + 1 :])
 
-    def _measure(self, walk: LayerWalk, controller: Controller, config: tuple[float, ...]) -> float:
+    def _next_start(self, layer: int, k: float) -> int | None:
+        """Where the next row starts, if this layer at k is what the next row has before it."""
+        if layer + 1 == len(self.ks) or k != self.context.before[layer]:
+            return None
+        return self.moe.layers[layer + 1].decoder_index
+
+    def _measure(
+        self,
+        walk: LayerWalk,
+        controller: Controller,
+        config: tuple[float, ...],
+        move_to: int | None = None,
+    ) -> float:
         if config not in self.measured:
             controller.set_budgets(config)
-            value = perplexity(walk.nll(), num_predictions(self.text.ids))
+            value = perplexity(walk.nll(move_to), num_predictions(self.text.ids))
             if not math.isfinite(value):
                 raise AllocMoEError(self._not_finite(config, value))
             self.measured[config] = value

@@ -8,9 +8,10 @@ needs forward code of its own.
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -47,18 +48,26 @@ class LayerWalk:
         self.start = 0
         # what layer start - 1 returned, for each of this rank's batches
         self._states: dict[int, LayerOutput] = {}
+        # what layer start computes before its experts: the same in every run from there
+        self._attention: dict[tuple[int, nn.Module, int], Any] = {}
 
     @property
     def num_batches(self) -> int:
         return len(self._batches)
 
     @torch.no_grad()
-    def nll(self) -> float:
-        """The loss of the whole text, from `start` to the end of the model as it is now."""
+    def nll(self, move_to: int | None = None) -> float:
+        """The loss of the whole text, from `start` to the end of the model as it is now.
+
+        With `move_to` the walk moves on to that layer by the way, at no cost of its own.
+        """
         losses = torch.zeros(self.num_batches, dtype=torch.float64, device=self._device)
+        stop = self.start if move_to is None else move_to
         for number, ids in self._mine():
-            with self._resumed(number):
+            with self._resumed(number), self._remembered(number), self._output_of(stop) as output:
                 losses[number] = nll_sum(logits_of(self._moe.model, ids), ids)
+            self._keep(number, output)
+        self._arrive(stop)
         # summed in the order of the batches, so that any number of ranks gives the same bits
         return float(self._ranks.sum(losses).cpu().sum())
 
@@ -74,29 +83,45 @@ class LayerWalk:
         if stop == self.start:
             return
         for number, ids in self._mine():
-            output = self._run_until(number, ids, stop)
-            self._states[number] = _moved(output, torch.device("cpu")) if self._offload else output
-        self.start = stop
+            self._keep(number, self._run_until(number, ids, stop))
+        self._arrive(stop)
+
+    def _keep(self, number: int, output: list[LayerOutput]) -> None:
+        if output:
+            state = output[0]
+            self._states[number] = _moved(state, torch.device("cpu")) if self._offload else state
+
+    def _arrive(self, stop: int) -> None:
+        if stop != self.start:
+            self.start = stop
+            self._attention = {}
 
     def _mine(self) -> Iterator[tuple[int, torch.Tensor]]:
         for number, ids in enumerate(self._batches):
             if self._ranks.mine(number):
                 yield number, ids.to(self._device)
 
-    def _run_until(self, number: int, ids: torch.Tensor, stop: int) -> LayerOutput:
+    def _run_until(self, number: int, ids: torch.Tensor, stop: int) -> list[LayerOutput]:
         """What layer `stop` - 1 returns. The layers after it pass that on, untouched."""
-        last: list[LayerOutput] = []
-        layers = self._moe.decoder_layers
-        original = layers[stop - 1].forward
-
-        def keep(*args: Any, **kwargs: Any) -> LayerOutput:
-            last.append(original(*args, **kwargs))
-            return last[0]
-
-        with self._resumed(number), _forwards_replaced(layers[stop - 1 : stop], keep):
-            with _forwards_replaced(layers[stop:], lambda *a, **k: last[0]):
+        later = self._moe.decoder_layers[stop:]
+        with self._resumed(number), self._output_of(stop) as output:
+            with _forwards_replaced(later, lambda *args, **kwargs: output[0]):
                 self._moe.model(input_ids=ids, use_cache=False, **self._few_logits)
-        return last[0]
+        return output
+
+    @contextmanager
+    def _output_of(self, stop: int) -> Iterator[list[LayerOutput]]:
+        """A list that will hold what layer `stop` - 1 returns; empty if the walk is there."""
+        output: list[LayerOutput] = []
+        if stop == self.start:
+            yield output
+            return
+        last = self._moe.decoder_layers[stop - 1]
+        hook = last.register_forward_hook(lambda module, args, result: output.append(result))
+        try:
+            yield output
+        finally:
+            hook.remove()
 
     @contextmanager
     def _resumed(self, number: int) -> Iterator[None]:
@@ -111,13 +136,52 @@ class LayerWalk:
         ):
             yield
 
+    @contextmanager
+    def _remembered(self, number: int) -> Iterator[None]:
+        """Keep what the parts of layer `start` before its experts return, and return it again.
+
+        These are the attention or whatever mixes tokens; norms are cheap enough to run again. A
+        part that only runs after the experts has other inputs each time and is left alone.
+        """
+        block = next((m.block for m in self._moe.layers if m.decoder_index == self.start), None)
+        if block is None or self._offload:
+            yield
+            return
+        experts_ran = False
+
+        def see_block(*_: Any) -> None:
+            nonlocal experts_ran
+            experts_ran = True
+
+        def remember(part: nn.Module) -> Any:
+            original = part.forward
+            calls = itertools.count()
+
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                key = (number, part, next(calls))
+                if key in self._attention:
+                    return self._attention[key]
+                output = original(*args, **kwargs)
+                if not experts_ran:
+                    self._attention[key] = output
+                return output
+
+            return forward
+
+        with ExitStack() as stack:
+            stack.callback(block.register_forward_pre_hook(see_block).remove)
+            for part in self._moe.decoder_layers[self.start].children():
+                if part is not block and any(p.dim() > 1 for p in part.parameters()):
+                    stack.enter_context(_forwards_replaced([part], remember(part)))
+            yield
+
 
 def can_walk(moe: MoEModel, ids_NS: torch.Tensor) -> bool:
     """Whether starting in the middle gives what a whole forward gives, tried at every MoE layer.
 
     It does not where a layer hands its successors more than a hidden state.
     """
-    walk = LayerWalk(moe, ids_NS[:1, :32], 1)
+    walk = LayerWalk(moe, ids_NS[:1, :8], 1)
     whole = walk.nll()
     if not math.isfinite(whole):
         return True  # the profile itself says where that comes from

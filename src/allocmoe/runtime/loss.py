@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
-# rows of logits whose float32 copy is made at a time, counted in values
-_CHUNK = 1 << 26
+# Logits handled at a time, in values: what stays in a processor's cache, what fills a GPU.
+_CHUNK = {"cpu": 1 << 20, "cuda": 1 << 26}
+_IGNORED = -100
 
 
 def logits_of(model: Any, ids_BS: torch.Tensor) -> torch.Tensor:
@@ -20,14 +22,20 @@ def logits_of(model: Any, ids_BS: torch.Tensor) -> torch.Tensor:
 
 def nll_sum(logits_BSV: torch.Tensor, ids_BS: torch.Tensor) -> torch.Tensor:
     """-sum log p(next token), in float64 on the device; S - 1 terms a sequence."""
-    logits = logits_BSV[:, :-1].flatten(0, 1)
-    targets = ids_BS[:, 1:].flatten().to(logits.device)
-    rows = max(1, _CHUNK // logits.shape[1])
-    total = logits.new_zeros((), dtype=torch.float64)
-    for part, target in zip(logits.split(rows), targets.split(rows), strict=True):
-        losses = F.cross_entropy(part.float(), target, reduction="none")
+    # ignoring the last position instead of cutting it off spares a copy of all logits
+    targets = F.pad(ids_BS[:, 1:], (0, 1), value=_IGNORED).to(logits_BSV.device)
+    total = logits_BSV.new_zeros((), dtype=torch.float64)
+    for part, target in chunks(logits_BSV.flatten(0, 1), targets.flatten()):
+        losses = F.cross_entropy(part.float(), target, reduction="none", ignore_index=_IGNORED)
         total = total + losses.double().sum()
     return total
+
+
+def chunks(logits_TV: torch.Tensor, *others: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """The rows of `logits_TV`, and the same rows of `others`, a cacheful at a time."""
+    values = _CHUNK.get(logits_TV.device.type, _CHUNK["cuda"])
+    rows = max(1, values // logits_TV.shape[1])
+    return zip(*(tensor.split(rows) for tensor in (logits_TV, *others)), strict=True)
 
 
 def num_predictions(ids_NS: torch.Tensor) -> int:
