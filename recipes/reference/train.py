@@ -2,9 +2,9 @@
 
     python recipes/reference/train.py prepared -o model --minutes 6
 
-Warm-up, a constant learning rate, then a linear decay over the last part of the time; load-balancing
-loss as in OLMoE; float32 weights, bfloat16 arithmetic on a GPU, saved in bfloat16. All experts are
-computed densely while training: at this size one large product is quicker than sorting tokens.
+Warm-up, a constant learning rate, then a linear decay over the last part of the time; the load-
+balancing loss of OLMoE; float32 weights, bfloat16 arithmetic on a GPU, saved in bfloat16. All
+experts are computed densely while training: here one large product beats sorting tokens.
 """
 
 from __future__ import annotations

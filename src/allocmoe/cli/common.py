@@ -73,11 +73,14 @@ def check_launch(verb: str) -> None:
         raise AllocMoEError("WORLD_SIZE is set but RANK is not: start several ranks with torchrun")
 
 
+_MODEL = "a hub id, a folder, or `reference` for the small model that comes with allocmoe"
+
+
 def add_model_arguments(parser: argparse.ArgumentParser, *, positional: bool = True) -> None:
     if positional:
-        parser.add_argument("model", metavar="MODEL", help="a hub id or a folder")
+        parser.add_argument("model", metavar="MODEL", help=_MODEL)
     else:
-        parser.add_argument("--model", metavar="MODEL", help="a hub id or a folder")
+        parser.add_argument("--model", metavar="MODEL", help=_MODEL)
     group = parser.add_argument_group("model")
     group.add_argument(
         "--dtype", default="auto", help="auto (as stored), float32, bfloat16 or float16"

@@ -10,7 +10,7 @@ from allocmoe.errors import AllocMoEError
 
 NAME = "compare"
 HELP = "run all methods at several budgets on one model, into one JSON and one table"
-EXAMPLE = "allocmoe compare allenai/OLMoE-1B-7B-0924 --budgets 75%,50%,25% -o compare.json"
+EXAMPLE = "allocmoe compare reference --budgets 75%,50%,25% -o compare.json"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -10,7 +10,7 @@ from allocmoe.errors import AllocMoEError
 
 NAME = "eval"
 HELP = "measure plans: perplexity, distance from the unmodified model, what really ran"
-EXAMPLE = "allocmoe eval allenai/OLMoE-1B-7B-0924 --plan plan.json --text wikitext2:test"
+EXAMPLE = "allocmoe eval reference --plan plan.json"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -11,7 +11,7 @@ from allocmoe.errors import AllocMoEError
 
 NAME = "generate"
 HELP = "continue a prompt with a plan applied, and count what ran"
-EXAMPLE = 'allocmoe generate allenai/OLMoE-1B-7B-0924 --plan plan.json --prompt "Once upon a time"'
+EXAMPLE = 'allocmoe generate reference --plan plan.json --prompt "Once upon a time"'
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

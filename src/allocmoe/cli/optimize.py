@@ -10,7 +10,7 @@ from allocmoe.errors import AllocMoEError
 
 NAME = "optimize"
 HELP = "profile, solve, measure the candidate plans on other text and keep the best"
-EXAMPLE = "allocmoe optimize allenai/OLMoE-1B-7B-0924 --budget 50% --text wikitext2 -o olmoe-half"
+EXAMPLE = "allocmoe optimize reference --budget 50% -o half"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

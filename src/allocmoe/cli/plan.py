@@ -10,9 +10,7 @@ from allocmoe.errors import AllocMoEError
 
 NAME = "plan"
 HELP = "split an activation budget over the layers and tokens of a model"
-EXAMPLE = (
-    "allocmoe plan --method uniform --budget 50% --model allenai/OLMoE-1B-7B-0924 -o plan.json"
-)
+EXAMPLE = "allocmoe plan --method uniform --budget 50% --model reference -o plan.json"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -8,7 +8,7 @@ from allocmoe.cli import common
 
 NAME = "profile"
 HELP = "measure how sensitive each MoE layer is to its number of activations"
-EXAMPLE = "allocmoe profile allenai/OLMoE-1B-7B-0924 --text wikitext2 -o sensitivity.json"
+EXAMPLE = "allocmoe profile reference -o sensitivity.json"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

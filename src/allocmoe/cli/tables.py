@@ -26,6 +26,8 @@ def quality_table(evaluation: Evaluation, best: str | None = None) -> Table:
     text = evaluation.text
     assert text is not None
     table = Table(
+        title_justify="left",
+        caption_justify="left",
         title=f"{evaluation.model.id} on {text.source}, "
         f"{text.num_sequences} x {text.sequence_length} tokens",
         caption="log rise: of the log-perplexity over the unmodified model. KL: to it, in nats a "
@@ -75,8 +77,9 @@ def _winners(rows: Sequence[Quality]) -> set[str]:
 
 def plan_table(plan: Plan) -> Table:
     table = Table(
-        title=f"{plan.method} for {plan.model.id}: {plan.budget_used:g} of "
-        f"{sum(plan.model.k_orig)} activations a token",
+        title_justify="left",
+        caption_justify="left",
+        title=f"{plan.method}, {plan.model.id}: {plan.budget_used:g} of {sum(plan.model.k_orig)}",
         caption=f"token rule {plan.token.label}"
         + (f", k_base {plan.token.k_base}" if plan.token.rule == "alloc-t" else "")
         + (
@@ -106,6 +109,8 @@ def sensitivity_table(sensitivity: Sensitivity) -> Table:
     cost = sensitivity.cost("log")
     largest = max((max(row) for row in cost), default=0.0) or 1.0
     table = Table(
+        title_justify="left",
+        caption_justify="left",
         title=f"sensitivity of {sensitivity.model.id} in the context {sensitivity.context.name}",
         caption=f"rise of the log-perplexity over the layer's own k; unmodified perplexity "
         f"{sensitivity.base_perplexity:.4f}, token rule {sensitivity.token.label}, "

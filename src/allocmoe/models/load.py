@@ -15,6 +15,16 @@ from allocmoe.models.families import REFUSED
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
+# the small model that comes with the package
+REFERENCE = "reference"
+
+
+def _place(name: str) -> str:
+    """Where `name` is loaded from: itself, but for the model that comes with the package."""
+    if name == REFERENCE and not Path(name).exists():
+        return str(Path(__file__).parent.parent / "reference")
+    return name
+
 
 def load_model(
     name: str,
@@ -36,7 +46,7 @@ def load_model(
     try:
         load: Any = AutoModelForCausalLM.from_pretrained
         model, report = load(
-            name,
+            _place(name),
             config=config,
             dtype=wanted_dtype,
             device_map="auto" if wanted_device is None else None,
@@ -52,6 +62,7 @@ def load_model(
         raise AllocMoEError(f"{name} lacks weights: {len(lacking)} tensors, such as {lacking[0]}")
     if wanted_device is not None:
         model.to(wanted_device)
+    model.config._name_or_path = name
     loaded: nn.Module = model.eval()
     return loaded
 
@@ -81,7 +92,7 @@ def load_tokenizer(
     _check_name(name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(
-            name, revision=revision, trust_remote_code=trust_remote_code
+            _place(name), revision=revision, trust_remote_code=trust_remote_code
         )
     except (OSError, ValueError, ImportError, KeyError, TypeError) as error:
         raise AllocMoEError(f"{name} has no usable tokenizer: {_first_line(error)}") from error
@@ -100,10 +111,10 @@ def _load_config(name: str, revision: str | None, trust_remote_code: bool) -> An
     _check_name(name)
     try:
         config = AutoConfig.from_pretrained(
-            name, revision=revision, trust_remote_code=trust_remote_code
+            _place(name), revision=revision, trust_remote_code=trust_remote_code
         )
     except (OSError, ValueError, KeyError) as error:
-        if not Path(name).is_dir():
+        if not Path(_place(name)).is_dir():
             raise AllocMoEError(
                 f"there is no folder {name}, and the hub did not give it: {_first_line(error)}"
             ) from error
@@ -116,7 +127,7 @@ def _load_config(name: str, revision: str | None, trust_remote_code: bool) -> An
 
 
 def _check_name(name: str) -> None:
-    path = Path(name)
+    path = Path(_place(name))
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise AllocMoEError(f"{name} is no model folder: it has no config.json")
