@@ -352,7 +352,56 @@ class Evaluation(Artifact):
     rows: tuple[Quality, ...]
 
 
-KINDS: dict[str, type[Artifact]] = {c.KIND: c for c in (Sensitivity, Plan, Evaluation)}
+@dataclass(frozen=True)
+class LayerAnalysis:
+    """How a plan changes the expert load of one MoE layer, and whom its token rule favours.
+
+    Loads are shares of the layer's activations, one per expert. `spearman` is the rank correlation
+    of the two loads, the entropies are divided by log(experts), `js_divergence` is in nats.
+    `entropy_correlation` is the rank correlation over tokens of the experts kept with the entropy
+    of the routing; None where every token keeps the same number. `kept_by_entropy` has a row
+    (mean entropy, mean experts kept, tokens) for each tenth of the tokens by entropy.
+    """
+
+    load_before: tuple[float, ...]
+    load_after: tuple[float, ...]
+    spearman: float
+    entropy_before: float
+    entropy_after: float
+    js_divergence: float
+    entropy_correlation: float | None
+    kept_by_entropy: tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True)
+class SweepRow:
+    """One setting of a sweep, measured: the value swept, what it cost, what it ran."""
+
+    value: str
+    perplexity: float
+    log_rise: float
+    realised: float
+    layer_budgets: tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Analysis(Artifact):
+    """The paper's analyses of one plan on one text."""
+
+    KIND: ClassVar[str] = "allocmoe.analysis"
+
+    name: str
+    method: Method
+    budget: int
+    token: str
+    layer_budgets: tuple[float, ...]
+    realised_per_layer: tuple[float, ...]
+    layers: tuple[LayerAnalysis, ...]
+    k_base_sweep: tuple[SweepRow, ...]
+    text_sweep: tuple[SweepRow, ...]
+
+
+KINDS: dict[str, type[Artifact]] = {c.KIND: c for c in (Sensitivity, Plan, Evaluation, Analysis)}
 
 
 def load_artifact(path: str | Path) -> Artifact:

@@ -17,6 +17,7 @@ from allocmoe.models import MoEModel
 from allocmoe.profiling.walk import LayerWalk, can_walk
 from allocmoe.progress import Bar, Progress
 from allocmoe.routing import calibrate_dynamic_moe, calibrate_naee, calibrate_threshold
+from allocmoe.runtime.control import Observed
 from allocmoe.runtime.hf import Controller
 from allocmoe.text import Text
 
@@ -59,9 +60,9 @@ class _Scores:
     def __init__(self, num_layers: int) -> None:
         self._parts: list[list[torch.Tensor]] = [[] for _ in range(num_layers)]
 
-    def add(self, layer: int, scores_TK: torch.Tensor, valid_T: torch.Tensor | None) -> None:
-        kept = scores_TK if valid_T is None else scores_TK[valid_T]
-        self._parts[layer].append(kept.to("cpu", copy=True))
+    def add(self, seen: Observed) -> None:
+        scores = seen.scores_TK if seen.valid_T is None else seen.scores_TK[seen.valid_T]
+        self._parts[seen.layer].append(scores.to("cpu", copy=True))
 
     def take(self) -> list[torch.Tensor]:
         """`[N, K]` of each layer seen since the last time; empty where a layer did not run."""

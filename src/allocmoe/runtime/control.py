@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
@@ -15,8 +16,23 @@ from allocmoe.kernels import Pairs
 from allocmoe.models import Family, MoELayer
 from allocmoe.runtime.step import Step
 
-# layer index, scores [T, K] in the model's order of preference, valid [T] or None
-Observer = Callable[[int, torch.Tensor, torch.Tensor | None], None]
+
+@dataclass(frozen=True)
+class Observed:
+    """The routing of one forward in one layer, in the model's order of preference.
+
+    `keep_TK` is None where every pair runs, `valid_T` where there is no padding.
+    """
+
+    layer: int
+    index_TK: torch.Tensor
+    scores_TK: torch.Tensor
+    logits_TE: torch.Tensor
+    keep_TK: torch.Tensor | None
+    valid_T: torch.Tensor | None
+
+
+Observer = Callable[[Observed], None]
 
 
 class LayerControl:
@@ -78,12 +94,23 @@ class LayerControl:
         )
 
     def see_routing(self, index_TK: torch.Tensor, weights_TK: torch.Tensor) -> None:
-        """Before the experts: show the scores to whoever observes, count what stock code runs."""
+        """Before the experts: count, and show to whoever observes, what stock code runs."""
+        if self.masks:
+            return
         if self._observe is not None:
-            _, _, scores = self.rank(index_TK, weights_TK)
-            self._observe(self.layer.index, scores, self.step.valid_T)
-        if self.counts and not self.masks:
+            index, _, scores = self.rank(index_TK, weights_TK)
+            self.observe(index, scores, None)
+        if self.counts:
             self.counter.add_dense(index_TK, self.step)
+
+    def observe(
+        self, index_TK: torch.Tensor, scores_TK: torch.Tensor, keep_TK: torch.Tensor | None
+    ) -> None:
+        if self._observe is not None:
+            assert self._logits is not None
+            logits = self._logits.reshape(-1, self.layer.num_experts)
+            valid = self._valid(index_TK.device)
+            self._observe(Observed(self.layer.index, index_TK, scores_TK, logits, keep_TK, valid))
 
     def rank(
         self, index_TK: torch.Tensor, weights_TK: torch.Tensor

@@ -179,6 +179,7 @@ def experts_forward(
     else:
         index, weights, scores = control.rank(top_k_index, top_k_weights)
         keep = control.select(scores)
+        control.observe(index, scores, keep)
         weights = control.reweigh(weights, scores, keep)
         pairs = compact(index, weights, keep, control.num_kept(num_tokens))
         if control.counts:
