@@ -1,3 +1,4 @@
+# make demo   set up .venv and show all of it on the bundled model
 # make test   set up .venv and run every check
 # make lint   ruff and mypy only
 PYTHON ?= python3
@@ -5,7 +6,10 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: test lint unit install clean
+.PHONY: demo test lint unit install clean
+
+demo: $(STAMP)
+	$(BIN)/allocmoe demo
 
 test: lint unit
 

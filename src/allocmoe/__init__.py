@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from allocmoe.artifacts import Evaluation, Plan, Sensitivity, TokenRule
     from allocmoe.errors import AllocMoEError
+    from allocmoe.evaluation.analysis import analyze
     from allocmoe.evaluation.quality import evaluate
     from allocmoe.planning.compare import compare
     from allocmoe.planning.methods import make_plan
@@ -26,6 +27,7 @@ _HOME = {
     "Plan": "allocmoe.artifacts",
     "Sensitivity": "allocmoe.artifacts",
     "TokenRule": "allocmoe.artifacts",
+    "analyze": "allocmoe.evaluation.analysis",
     "apply": "allocmoe.runtime.hf",
     "compare": "allocmoe.planning.compare",
     "evaluate": "allocmoe.evaluation.quality",
@@ -43,6 +45,7 @@ __all__ = [
     "Plan",
     "Sensitivity",
     "TokenRule",
+    "analyze",
     "apply",
     "compare",
     "evaluate",

@@ -138,20 +138,27 @@ def write_json(path: Path, data: Any) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
+    try:
+        data = text.encode("utf-8")
+    except UnicodeError as error:
+        raise AllocMoEError(f"{path}: cannot be written: {error}") from None
+    write_bytes(path, data)
+
+
+def write_bytes(path: Path, data: bytes) -> None:
     temporary = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)
         temporary = None
-    except (OSError, UnicodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise AllocMoEError(f"{path}: cannot be written: {reason}") from None
+    except OSError as error:
+        raise AllocMoEError(f"{path}: cannot be written: {error.strerror or error}") from None
     finally:
         if temporary is not None:
             Path(temporary).unlink(missing_ok=True)

@@ -50,7 +50,10 @@ def run(*arguments: str | Path) -> Ran:
     from allocmoe.cli.main import main
 
     out, err = io.StringIO(), io.StringIO()
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGPIPE)}
+    handlers = {
+        number: signal.getsignal(number)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE)
+    }
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             main([str(argument) for argument in arguments])

@@ -183,7 +183,7 @@ def load_tokenizer(args: argparse.Namespace) -> Any:
 
 
 def load_text(args: argparse.Namespace, tokenizer: Any) -> Text:
-    return _load_text(args.text, tokenizer, args.sequences, args.length)
+    return load_named_text(args.text, tokenizer, args.sequences, args.length)
 
 
 def load_text_pair(args: argparse.Namespace, tokenizer: Any) -> tuple[Text, Text]:
@@ -196,10 +196,12 @@ def load_text_pair(args: argparse.Namespace, tokenizer: Any) -> tuple[Text, Text
         source = "builtin:heldout"
     elif source is None or same_source(source, args.text):
         source, skip = args.text, args.sequences
-    return text, _load_text(source, tokenizer, args.eval_sequences, args.length, skip)
+    return text, load_named_text(source, tokenizer, args.eval_sequences, args.length, skip)
 
 
-def _load_text(source: str, tokenizer: Any, sequences: int, length: int, skip: int = 0) -> Text:
+def load_named_text(
+    source: str, tokenizer: Any, sequences: int, length: int, skip: int = 0
+) -> Text:
     from allocmoe.text import load_text as load
 
     text = load(source, tokenizer, sequences=sequences, length=length, skip=skip)

@@ -33,8 +33,13 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _artifact(path: str) -> dict[str, Any]:
-    from allocmoe.artifacts import Evaluation, Plan, Sensitivity, load_artifact
-    from allocmoe.cli.tables import plan_table, quality_table, sensitivity_table
+    from allocmoe.artifacts import Analysis, Evaluation, Plan, Sensitivity, load_artifact
+    from allocmoe.cli.tables import (
+        analysis_table,
+        plan_table,
+        quality_table,
+        sensitivity_table,
+    )
 
     artifact = load_artifact(path)
     if isinstance(artifact, Plan):
@@ -43,6 +48,8 @@ def _artifact(path: str) -> dict[str, Any]:
         common.console.print(sensitivity_table(artifact))
     elif isinstance(artifact, Evaluation):
         common.console.print(quality_table(artifact))
+    elif isinstance(artifact, Analysis):
+        common.console.print(analysis_table(artifact))
     model, text = artifact.model, artifact.text
     facts = [f"model {model.id} ({model.family}), weights {model.fingerprint or 'not read'}"]
     if text is not None:

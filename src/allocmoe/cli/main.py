@@ -11,8 +11,10 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from allocmoe.cli import (
+    analyze,
     common,
     compare,
+    demo,
     evaluate,
     generate,
     inspect,
@@ -20,11 +22,24 @@ from allocmoe.cli import (
     optimize,
     plan,
     profile,
+    report,
 )
 from allocmoe.cli.common import FAILED
 from allocmoe.errors import AllocMoEError
 
-VERBS = (profile, plan, evaluate, compare, generate, optimize, inspect, models)
+VERBS = (
+    demo,
+    profile,
+    plan,
+    evaluate,
+    compare,
+    optimize,
+    analyze,
+    report,
+    generate,
+    inspect,
+    models,
+)
 
 
 class _Parser(argparse.ArgumentParser):

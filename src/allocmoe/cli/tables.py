@@ -7,7 +7,15 @@ from collections.abc import Sequence
 from rich import box
 from rich.table import Table
 
-from allocmoe.artifacts import Evaluation, LayerActivity, Plan, Quality, Sensitivity
+from allocmoe.artifacts import (
+    Analysis,
+    Evaluation,
+    LayerActivity,
+    Plan,
+    Quality,
+    Sensitivity,
+    SweepRow,
+)
 
 _COLUMNS = (
     "plan",
@@ -131,6 +139,57 @@ def _heat(value: float | None, largest: float) -> str:
     share = value / largest
     style = "red" if share > 0.5 else "yellow" if share > 0.2 else "green"
     return f"[{style}]{value:.4f}[/]"
+
+
+def analysis_table(analysis: Analysis) -> Table:
+    table = Table(
+        title_justify="left",
+        caption_justify="left",
+        title=f"{analysis.name} ({analysis.method}, {analysis.token}) on {analysis.model.id}",
+        caption="load: of the experts, before and after. kept/entropy: rank correlation over "
+        "tokens of the experts kept with the routing entropy.",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 0),
+    )
+    for name in (
+        "MoE layer",
+        "budget",
+        "realised",
+        "load Spearman",
+        "entropy drop",
+        "JSD",
+        "kept/entropy",
+    ):
+        table.add_column(name, justify="right")
+    for number, layer in enumerate(analysis.layers):
+        correlation = layer.entropy_correlation
+        table.add_row(
+            str(number),
+            f"{analysis.layer_budgets[number]:g}",
+            f"{analysis.realised_per_layer[number]:.3f}",
+            f"{layer.spearman:.3f}",
+            f"{layer.entropy_before - layer.entropy_after:.4f}",
+            f"{layer.js_divergence:.4f}",
+            "-" if correlation is None else f"{correlation:+.3f}",
+        )
+    return table
+
+
+def sweep_table(title: str, rows: Sequence[SweepRow]) -> Table:
+    table = Table(title=f"sweep over {title}", box=box.SIMPLE_HEAD, padding=(0, 0))
+    table.add_column(title)
+    for name in ("perplexity", "log rise", "realised"):
+        table.add_column(name, justify="right")
+    table.add_column("layer budgets")
+    for row in rows:
+        table.add_row(
+            row.value,
+            f"{row.perplexity:.3f}",
+            f"{row.log_rise:+.4f}",
+            f"{row.realised:.2f}",
+            " ".join(f"{k:g}" for k in row.layer_budgets),
+        )
+    return table
 
 
 def activity_table(activity: Sequence[LayerActivity]) -> Table:

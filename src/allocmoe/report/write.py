@@ -1,0 +1,56 @@
+"""From a folder of artefacts to the page and the plot files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from allocmoe.codec import check_writable, write_bytes, write_text
+from allocmoe.errors import AllocMoEError
+from allocmoe.report.analysis import analysis_plots
+from allocmoe.report.drawing import DARK, LIGHT, Plot, inline_svg, load_matplotlib, render
+from allocmoe.report.gather import Bundle, gather
+from allocmoe.report.layers import budget_plots, sensitivity_plots
+from allocmoe.report.page import make_page
+from allocmoe.report.quality import quality_plots
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a report was made from, and the files it became."""
+
+    page: Path
+    plots: tuple[Path, ...]
+    artifacts: tuple[str, ...]
+
+
+def write_report(directory: str | Path, output: str | Path | None = None) -> Written:
+    """One HTML page of all artefacts in `directory`; the plots go into `directory`/plots too."""
+    folder = Path(directory)
+    page = folder / "report.html" if output is None else Path(output)
+    if page.suffix == ".json":
+        raise AllocMoEError(f"{page}: the report is HTML; name the output .html")
+    bundle = gather(folder)
+    load_matplotlib()
+    check_writable(page)
+    plots = make_plots(bundle)
+    drawings: dict[str, str] = {}
+    files: dict[Path, bytes] = {}
+    for plot in plots:
+        light, dark = render(plot, LIGHT, "svg"), render(plot, DARK, "svg")
+        drawings[plot.key] = f"{inline_svg(plot, LIGHT, light)}\n{inline_svg(plot, DARK, dark)}"
+        files[folder / "plots" / f"{plot.key}.svg"] = light
+        files[folder / "plots" / f"{plot.key}.png"] = render(plot, LIGHT, "png")
+    for path, data in files.items():
+        write_bytes(path, data)
+    write_text(page, make_page(bundle, plots, drawings))
+    return Written(page, tuple(files), tuple(bundle.artifacts))
+
+
+def make_plots(bundle: Bundle) -> list[Plot]:
+    return [
+        *quality_plots(bundle),
+        *sensitivity_plots(bundle),
+        *budget_plots(bundle),
+        *analysis_plots(bundle),
+    ]
