@@ -149,11 +149,14 @@ def _layer_budgets(bundle: Bundle) -> dict[float, dict[str, tuple[str, Budgets]]
     Plans come first; an evaluation stands in for plans that are not in the folder.
     """
     names: dict[tuple[float, Budgets], dict[str, str]] = {}
-    have = set()
-    for path, plan in bundle.of(Plan):
-        have.add((plan.method, float(plan.budget)))
+    plans = bundle.of(Plan)
+    have = Counter((plan.method, float(plan.budget)) for _, plan in plans)
+    for path, plan in plans:
         key = (float(plan.budget), plan.layer_budgets)
-        names.setdefault(key, {})[f"{plan.method} ({path})"] = plan.method
+        # the file is named only where the method and the budget do not tell
+        alone = have[plan.method, float(plan.budget)] == 1
+        label = plan.method if alone else f"{plan.method} ({path})"
+        names.setdefault(key, {})[label] = plan.method
     for _, rows in bundle.measured():
         for q in (row.quality for row in rows):
             if q.method in _FROM_EVALUATIONS and (q.method, q.budget) not in have:
