@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from allocmoe.artifacts import Plan, Sensitivity
