@@ -249,6 +249,21 @@ def test_a_plan_of_another_model_is_refused() -> None:
             allocmoe.apply(other, plan)
 
 
+def test_experts_with_a_dispatch_of_their_own_take_layer_budgets_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = tiny("olmoe")
+    half = plan_for(model)
+    kind = type(model.model.layers[0].mlp.experts)
+    monkeypatch.setattr(kind, "__module__", "transformers.integrations.quantised")
+    with torch.no_grad(), allocmoe.apply(model, plan_for(model, method="uniform")) as applied:
+        model(IDS)
+    assert [layer.mean for layer in applied.activity()] == [2] * 4
+    with pytest.raises(AllocMoEError, match="no token rule"):
+        allocmoe.apply(model, half)
+    assert model.config._experts_implementation != IMPLEMENTATION
+
+
 def test_counting_can_be_left_out() -> None:
     model = tiny("olmoe")
     with torch.no_grad():

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from allocmoe.artifacts import package_versions
 from allocmoe.cli import (
     analyze,
     common,
@@ -50,8 +51,6 @@ class _Parser(argparse.ArgumentParser):
 
 
 def make_parser() -> argparse.ArgumentParser:
-    from importlib.metadata import version
-
     # an example that is copied must stay on its line, so the formatter leaves line ends alone
     layout = argparse.RawDescriptionHelpFormatter
     parser = _Parser(
@@ -61,7 +60,8 @@ def make_parser() -> argparse.ArgumentParser:
         epilog="example: allocmoe models",
         formatter_class=layout,
     )
-    parser.add_argument("--version", action="version", version=f"allocmoe {version('allocmoe')}")
+    version = f"allocmoe {package_versions()['allocmoe']}"
+    parser.add_argument("--version", action="version", version=version)
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     for module in VERBS:
         verb = verbs.add_parser(

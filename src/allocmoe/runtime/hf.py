@@ -61,6 +61,8 @@ class Controller:
     ) -> None:
         if _ATTRIBUTE in moe.decoder.__dict__:
             raise AllocMoEError("a plan is already applied to this model; remove it first")
+        if token != TokenRule() or not moe.family.top_k_settable:
+            _check_common_call(moe)
         self.moe = moe
         self.step = Step()
         self.controls = [
@@ -136,6 +138,17 @@ class Controller:
             control.stock_implementation = self._stock[id(config)][1]
         for config, _ in self._stock.values():
             config._experts_implementation_internal = IMPLEMENTATION
+
+
+def _check_common_call(moe: MoEModel) -> None:
+    """Quantisers may put experts in a model that dispatch on their own."""
+    for layer in moe.layers:
+        kind = type(layer.experts)
+        if not kind.__module__.startswith("transformers.models."):
+            raise AllocMoEError(
+                f"the experts of this model are {kind.__name__}, which takes layer budgets but no "
+                "token rule: use a method without one, or load the model unquantised"
+            )
 
 
 @_uncompiled
