@@ -10,7 +10,7 @@ import torch
 
 import allocmoe
 from allocmoe.errors import AllocMoEError
-from allocmoe.evaluation.analysis import _spearman
+from allocmoe.evaluation.analysis import spearman
 from allocmoe.models import inspect_model
 from allocmoe.planning.sweeps import sweep_k_base, sweep_texts
 from tiny import tiny
@@ -73,7 +73,7 @@ def test_kept_experts_against_entropy() -> None:
     kept = 1 + (top[:, 1:] >= pool[T - 1]).sum(1)
     entropy = torch.special.entr(p).sum(1)
     found = result.layers[0]
-    assert found.entropy_correlation == pytest.approx(_spearman(entropy.numpy(), kept.numpy()))
+    assert found.entropy_correlation == pytest.approx(spearman(entropy.numpy(), kept.numpy()))
     assert sum(row[2] for row in found.kept_by_entropy) == T
     assert sum(row[1] * row[2] for row in found.kept_by_entropy) == pytest.approx(2 * T)
     assert result.realised_per_layer == pytest.approx((2.0,) * 4)
@@ -82,11 +82,11 @@ def test_kept_experts_against_entropy() -> None:
 def test_spearman() -> None:
     import numpy as np
 
-    assert _spearman(np.array([1.0, 2, 3]), np.array([10.0, 20, 90])) == pytest.approx(1)
-    assert _spearman(np.array([1.0, 2, 3]), np.array([3.0, 2, 1])) == pytest.approx(-1)
+    assert spearman(np.array([1.0, 2, 3]), np.array([10.0, 20, 90])) == pytest.approx(1)
+    assert spearman(np.array([1.0, 2, 3]), np.array([3.0, 2, 1])) == pytest.approx(-1)
     # ties share their mean rank: ranks (1.5, 1.5, 3) against (1, 2, 3)
-    assert _spearman(np.array([5.0, 5, 6]), np.array([1.0, 2, 3])) == pytest.approx(0.8660254)
-    assert _spearman(np.array([1.0, 1, 1]), np.array([1.0, 2, 3])) is None
+    assert spearman(np.array([5.0, 5, 6]), np.array([1.0, 2, 3])) == pytest.approx(0.8660254)
+    assert spearman(np.array([1.0, 1, 1]), np.array([1.0, 2, 3])) is None
 
 
 def test_sweeps() -> None:

@@ -119,11 +119,11 @@ def _layer(before: Floats, after: Floats, entropy: Floats, kept: Floats) -> Laye
     return LayerAnalysis(
         load_before=tuple(p.tolist()),
         load_after=tuple(q.tolist()),
-        spearman=_spearman(p, q) or 0.0,
+        spearman=spearman(p, q) or 0.0,
         entropy_before=_entropy(p) / most,
         entropy_after=_entropy(q) / most,
         js_divergence=max(0.0, _entropy((p + q) / 2) - (_entropy(p) + _entropy(q)) / 2),
-        entropy_correlation=_spearman(entropy, kept),
+        entropy_correlation=spearman(entropy, kept),
         kept_by_entropy=tuple(
             (float(entropy[rows].mean()), float(kept[rows].mean()), float(len(rows)))
             for rows in np.array_split(np.argsort(entropy, kind="stable"), _BINS)
@@ -137,7 +137,7 @@ def _entropy(p: Floats) -> float:
     return float(-(positive * np.log(positive)).sum())
 
 
-def _spearman(x: Floats, y: Floats) -> float | None:
+def spearman(x: Floats, y: Floats) -> float | None:
     """The correlation of the ranks, ties at their mean rank; None if one side never varies."""
     a, b = _ranks(x), _ranks(y)
     if a.std() == 0 or b.std() == 0:
