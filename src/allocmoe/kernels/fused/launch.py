@@ -1,0 +1,231 @@
+"""Launches the Triton kernels: no synchronisation, so CUDA graphs can capture them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from allocmoe.kernels.blocks import Blocks
+from allocmoe.kernels.fused.gemm import linear_kernel, sum_kernel
+from allocmoe.kernels.fused.select import HISTOGRAM, cut_kernel, keys_kernel, select_kernel
+from allocmoe.kernels.fused.sort import count_kernel, sort_kernel
+from allocmoe.kernels.layout import Activation, Layout, Weights
+
+# pairs that one program sorts
+_CHUNK = 2048
+# tokens up to which nothing is sorted
+_FEW = 16
+# a pool of so many padded pairs is decided by one program in one launch
+_POOL = 4096
+_NO_ACTIVATION = Activation("none", gated=False)
+
+
+def launch_experts(
+    hidden_TH: torch.Tensor,
+    index_TK: torch.Tensor,
+    weights_TK: torch.Tensor,
+    weights: Weights,
+    layout: Layout,
+    blocks: Blocks,
+) -> torch.Tensor:
+    """out[t] = sum over k of w[t, k] * E_index[t, k](x_t); an index out of range is no pair.
+
+    The experts of one token must differ.
+    """
+    T, K = index_TK.shape
+    if T * K == 0:
+        return torch.zeros_like(hidden_TH)
+    hidden, index = hidden_TH.contiguous(), index_TK.contiguous()
+    routing = _route(index, weights.up.shape[0], blocks.block_m)
+    inner = weights.down.shape[1 if layout.transposed else 2]
+    a = hidden.new_empty(T * K, inner)
+    _linear(hidden, weights.up, weights.up_bias, a, routing, layout, blocks, up=True)
+    y = hidden.new_empty(T * K, hidden.shape[1])
+    _linear(a, weights.down, weights.down_bias, y, routing, layout, blocks, up=False)
+    out = torch.empty_like(hidden)
+    E, H = weights.up.shape[0], hidden.shape[1]
+    block_h = min(1024 if T > 64 else 256, triton.next_power_of_2(H))
+    sum_kernel[(T, triton.cdiv(H, block_h))](
+        y, index, weights_TK.contiguous(), out, E, H, K, block_h, num_warps=4
+    )
+    return out
+
+
+def product(
+    hidden_TH: torch.Tensor,
+    index_TK: torch.Tensor,
+    weights: Weights,
+    layout: Layout,
+    blocks: Blocks,
+    up: bool,
+) -> Callable[[], None]:
+    """One of the two products alone, over random numbers where it follows the other; for tuning."""
+    routing = _route(index_TK, weights.up.shape[0], blocks.block_m)
+    inner = weights.down.shape[1 if layout.transposed else 2]
+    a = torch.randn(index_TK.numel(), inner, dtype=hidden_TH.dtype, device=hidden_TH.device)
+    y = torch.empty_like(a[:, :1].expand(-1, hidden_TH.shape[1]).contiguous())
+    if up:
+        return partial(
+            _linear, hidden_TH, weights.up, weights.up_bias, a, routing, layout, blocks, up=True
+        )
+    return partial(
+        _linear, a, weights.down, weights.down_bias, y, routing, layout, blocks, up=False
+    )
+
+
+@dataclass(frozen=True)
+class _Routing:
+    """The pairs as the products read them: sorted into blocks, or few and as they come."""
+
+    index_TK: torch.Tensor
+    num_blocks: int
+    slot: torch.Tensor | None = None
+    table: torch.Tensor | None = None
+
+
+def _route(index_TK: torch.Tensor, num_experts: int, block_m: int) -> _Routing:
+    if index_TK.shape[0] <= min(_FEW, block_m):
+        return _Routing(index_TK, num_experts)
+    slot, table = _sort(index_TK, num_experts, block_m)
+    return _Routing(index_TK, table.shape[0], slot, table)
+
+
+def table_size(num_pairs: int, num_experts: int, block_m: int) -> int:
+    """The most blocks that `num_pairs` pairs can make: every expert may leave one unfilled."""
+    return min(num_pairs, num_pairs // block_m + min(num_experts, num_pairs))
+
+
+def _sort(
+    index_TK: torch.Tensor, num_experts: int, block_m: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Slots sorted by expert, and the table of blocks."""
+    N = index_TK.numel()
+    num_blocks = table_size(N, num_experts, block_m)
+    experts = triton.next_power_of_2(num_experts + 1)
+    chunk = min(_CHUNK, max(16, triton.next_power_of_2(N)))
+    chunks = triton.cdiv(N, chunk)
+    new = lambda *shape: torch.empty(*shape, dtype=torch.int32, device=index_TK.device)  # noqa: E731
+    slot, table, cursor = new(N), new(num_blocks, 3), new(chunks, experts)
+    counts = cursor
+    if chunks > 1:
+        counts = new(chunks, experts)
+        count_kernel[(chunks,)](index_TK, counts, N, num_experts, chunk, experts, num_warps=4)
+    sort_kernel[(chunks,)](
+        index_TK, counts, cursor, slot, table, N, num_experts, chunks, num_blocks,
+        block_m, chunk, experts, chunks == 1, 64, num_warps=8,
+    )  # fmt: skip
+    return slot, table
+
+
+def _linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    routing: _Routing,
+    layout: Layout,
+    blocks: Blocks,
+    *,
+    up: bool,
+) -> None:
+    T, K = routing.index_TK.shape
+    tile = blocks.up if up else blocks.down
+    f = layout.activation if up else _NO_ACTIVATION
+    interleaved = f.gated and layout.interleaved
+    size_n, size_k = out.shape[1], x.shape[1]
+    stride_k, stride_n = weight.stride(1), weight.stride(2)
+    if not layout.transposed:
+        stride_k, stride_n = stride_n, stride_k
+    descriptor = None
+    if tile.tma and stride_k == 1 and not interleaved and _takes_bulk_copies(weight):
+        rows = weight.view(-1, weight.shape[2])
+        descriptor = TensorDescriptor.from_tensor(rows, [tile.block_n, tile.block_k])
+    clamped = not math.isinf(f.limit)
+    linear_kernel[(routing.num_blocks * triton.cdiv(size_n, tile.block_n),)](
+        x, weight, descriptor, bias, out, routing.index_TK, routing.slot, routing.table,
+        T * K, routing.num_blocks, size_n, size_k, weight.stride(0), stride_n, stride_k,
+        f.alpha, f.limit if clamped else 0.0, f.shift,
+        K=K, UP=up, GATED=f.gated, INTERLEAVED=interleaved, CLAMPED=clamped,
+        ACT=f.function, BIAS=bias is not None, SORTED=routing.table is not None,
+        TMA=descriptor is not None, EVEN_K=size_k % tile.block_k == 0,
+        PAIRS=triton.next_power_of_2(T * K) if routing.table is None else 0,
+        BLOCK_M=blocks.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP_M=tile.group_m,
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
+
+
+def _takes_bulk_copies(weight: torch.Tensor) -> bool:
+    aligned = weight.data_ptr() % 16 == 0 and weight.stride(1) * weight.element_size() % 16 == 0
+    if not weight.is_cuda:
+        return aligned  # Triton's interpreter
+    return aligned and torch.cuda.get_device_capability(weight.device) >= (9, 0)
+
+
+def launch_select(
+    index_TK: torch.Tensor,
+    weights_TK: torch.Tensor,
+    logits_TE: torch.Tensor | None,
+    bias_E: torch.Tensor | None,
+    valid_T: torch.Tensor | None,
+    params: torch.Tensor,
+    *,
+    num_experts: int,
+    rule: str,
+    score: str,
+    bias_on: str,
+    base: int,
+    num_pools: int,
+    renormalise: bool,
+    renormalise_over: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The router's choice with what the rule drops set to `num_experts`, and the weights.
+
+    params: the layer's budget and threshold in float64. `select` lists the rules and scores.
+    """
+    T, K = index_TK.shape
+    index, weights = index_TK.contiguous(), weights_TK.contiguous()
+    logits = None if logits_TE is None else logits_TE.contiguous()
+    out_index = torch.empty_like(index, dtype=torch.int32)
+    out_weights = torch.empty_like(weights)
+    if T == 0:
+        return out_index, out_weights
+    KP = triton.next_power_of_2(K)
+    EP = triton.next_power_of_2(num_experts)
+    inputs = (index, weights, logits, bias_E, valid_T)
+    shape: dict[str, Any] = dict(
+        K=K, KP=KP, EP=EP, SCORE=score, BIAS_ON=bias_on, VALID=valid_T is not None
+    )
+    # a tile of logits that registers hold
+    tile = max(1, min(64, 8192 // EP, triton.next_power_of_2(T)))
+    tokens = T // num_pools if rule == "pool" else T
+    cut = None
+    programs = triton.cdiv(tokens, tile)
+    if rule == "pool":
+        whole = triton.next_power_of_2(tokens)
+        if whole * KP <= _POOL and whole * EP <= 32768:
+            tile, programs = whole, num_pools
+        else:
+            rule, programs = "cut", num_pools * programs
+            keys = torch.empty(T * K, dtype=torch.int32, device=index.device)
+            counts = torch.zeros(num_pools, HISTOGRAM, dtype=torch.int32, device=index.device)
+            cut = torch.empty(num_pools, 2, dtype=torch.int32, device=index.device)
+            keys_kernel[(programs,)](
+                *inputs, keys, counts, tokens, num_experts, base, TOKENS=tile, **shape, num_warps=4
+            )
+            cut_kernel[(num_pools,)](
+                keys, counts, valid_T, params, cut, tokens, base, K,
+                CHUNK=8192, VALID=valid_T is not None, num_warps=16,
+            )  # fmt: skip
+    warps = 4 if tile * max(KP, EP) <= 8192 else 8
+    select_kernel[(programs,)](
+        *inputs, params, cut, out_index, out_weights, tokens, num_experts, base, renormalise_over,
+        TOKENS=tile, RULE=rule, RENORMALISE=renormalise, **shape, num_warps=warps,
+    )  # fmt: skip
+    return out_index, out_weights

@@ -1,0 +1,369 @@
+"""Triton: from a router's choice to the pairs that run, for every token rule.
+
+    s[t, k]     the score of the k-th chosen expert, before any renormalisation
+    rank[t, k]  its place in the model's order of preference (score plus bias; ties by column)
+    keep[t, k]  what the rule says; `routing` defines each rule
+    out         index[t, k] where kept, else num_experts; weight[t, k], renormalised where asked
+
+Columns stay where the router put them. A pool of Alloc-T that fits in one program takes one launch;
+a larger one takes three: scores in, the pool's cut by radix selection, pairs out. The cut is a key
+and a place: kept is what lies above the key, and what lies on it up to the place.
+
+Shape legend: T tokens, K columns, E experts, P pools.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# below every score, NaN and -inf included; what is not in the pool has this key
+_LOWEST = tl.constexpr(-2147483648)
+# the digits of a key in radix selection: 12, 12 and 8 bits
+_DIGITS = tl.constexpr(4096)
+_LAST_DIGITS = tl.constexpr(256)
+HISTOGRAM = 4096 + 4096 + 256
+_HISTOGRAM = tl.constexpr(HISTOGRAM)
+
+
+@triton.jit
+def _scores(
+    index_ptr,
+    weight_ptr,
+    logits_ptr,
+    bias_ptr,
+    valid_ptr,
+    tokens,
+    token_mask,
+    E,
+    K: tl.constexpr,
+    KP: tl.constexpr,
+    EP: tl.constexpr,
+    SCORE: tl.constexpr,
+    BIAS_ON: tl.constexpr,
+    VALID: tl.constexpr,
+):
+    """index, weight, score and rank of a tile of tokens, `[T, KP]`, and who is no padding `[T]`."""
+    k = tl.arange(0, KP)
+    pair = tokens[:, None] * K + k[None, :]
+    mask = token_mask[:, None] & (k < K)[None, :]
+    index = tl.load(index_ptr + pair, mask=mask, other=0).to(tl.int32)
+    weight = tl.load(weight_ptr + pair, mask=mask, other=0.0).to(tl.float32)
+    if SCORE == "weights":
+        score = weight
+    else:
+        at = tokens.to(tl.int64)[:, None] * E
+        chosen = tl.load(logits_ptr + at + index, mask=mask, other=0.0).to(tl.float32)
+        if SCORE == "softmax":
+            e = tl.arange(0, EP)
+            row_mask = token_mask[:, None] & (e < E)[None, :]
+            row = tl.load(logits_ptr + at + e[None, :], mask=row_mask, other=float("-inf"))
+            row = tl.where(token_mask[:, None], row.to(tl.float32), 0.0)
+            top = tl.max(row, 1)
+            mass = tl.sum(tl.exp(row - top[:, None]), 1)
+            score = tl.exp(chosen - top[:, None] - tl.log(mass)[:, None])
+        elif SCORE == "sigmoid":
+            score = tl.sigmoid(chosen)
+        else:
+            score = chosen
+    if SCORE == "weights":
+        # the router's own order
+        rank = tl.broadcast_to(k[None, :], score.shape)
+    else:
+        choice = score
+        if BIAS_ON != "none":
+            on = score if BIAS_ON == "score" else chosen
+            choice = on + tl.load(bias_ptr + index, mask=mask, other=0.0).to(tl.float32)
+        choice = tl.where((k < K)[None, :], choice, float("-inf"))
+        ahead = (choice[:, None, :] > choice[:, :, None]) | (
+            (choice[:, None, :] == choice[:, :, None]) & (k[None, None, :] < k[None, :, None])
+        )
+        rank = tl.sum(ahead.to(tl.int32), 2)
+    rank = tl.where((k < K)[None, :], rank, KP)
+    valid = token_mask
+    if VALID:
+        valid = token_mask & (tl.load(valid_ptr + tokens, mask=token_mask, other=0) != 0)
+    return index, weight, score, rank, valid
+
+
+@triton.jit
+def _keys(score, rank, valid, base, K: tl.constexpr):
+    """Integers in the order of the scores, for what is in the pool."""
+    # adding zero makes one zero of the two
+    bits = (score + 0.0).to(tl.int32, bitcast=True)
+    key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return tl.where((rank >= base) & (rank < K) & valid[:, None], key, _LOWEST)
+
+
+@triton.jit
+def _extra(params_ptr, num_valid, base):
+    """round(budget * num_valid) - base * num_valid, halves to even, as on the host."""
+    pairs = tl.load(params_ptr) * num_valid.to(tl.float64)
+    whole = tl.floor(pairs)
+    rest = pairs - whole
+    odd = (whole.to(tl.int64) & 1) == 1
+    up = (rest > 0.5) | ((rest == 0.5) & odd)
+    return (whole.to(tl.int64) + up.to(tl.int64)).to(tl.int32) - base * num_valid
+
+
+@triton.jit
+def _write(
+    out_index_ptr,
+    out_weight_ptr,
+    keep,
+    index,
+    weight,
+    score,
+    rank,
+    tokens,
+    token_mask,
+    E,
+    renormalise_over,
+    K: tl.constexpr,
+    KP: tl.constexpr,
+    RENORMALISE: tl.constexpr,
+):
+    k = tl.arange(0, KP)
+    mask = token_mask[:, None] & (k < K)[None, :]
+    if RENORMALISE:
+        everything = tl.sum(tl.where((k < K)[None, :], score, 0.0), 1)
+        counted = keep if renormalise_over == 0 else (rank < renormalise_over)
+        mass = tl.maximum(tl.sum(tl.where(counted, score, 0.0), 1), 1.1754943508222875e-38)
+        weight = weight * (everything / mass)[:, None]
+    pair = tokens[:, None] * K + k[None, :]
+    tl.store(out_index_ptr + pair, tl.where(keep, index, E), mask=mask)
+    kept = tl.where(keep, weight, 0.0).to(out_weight_ptr.dtype.element_ty)
+    tl.store(out_weight_ptr + pair, kept, mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "base"])
+def select_kernel(
+    index_ptr,
+    weight_ptr,
+    logits_ptr,
+    bias_ptr,
+    valid_ptr,
+    params_ptr,
+    cut_ptr,
+    out_index_ptr,
+    out_weight_ptr,
+    num_tokens,
+    E,
+    base,
+    renormalise_over,
+    K: tl.constexpr,
+    KP: tl.constexpr,
+    EP: tl.constexpr,
+    TOKENS: tl.constexpr,
+    RULE: tl.constexpr,
+    SCORE: tl.constexpr,
+    BIAS_ON: tl.constexpr,
+    VALID: tl.constexpr,
+    RENORMALISE: tl.constexpr,
+):
+    """One launch: a program decides on TOKENS tokens, or (`pool`) on a whole pool of num_tokens.
+
+    RULE: `top_k`, `threshold`, `naee`, `dynamic-moe`, `pool`, or `cut`, which takes the cuts of
+    larger pools from `cut_ptr`. params: the layer's budget and its threshold, in float64.
+    """
+    program = tl.program_id(0)
+    t = tl.arange(0, TOKENS)
+    if RULE == "pool" or RULE == "cut":
+        # num_tokens are those of a pool; the programs of a pool follow one another
+        per_pool = tl.cdiv(num_tokens, TOKENS)
+        pool = program // per_pool
+        in_pool = program % per_pool * TOKENS + t
+        token_mask = in_pool < num_tokens
+        tokens = pool * num_tokens + in_pool
+    else:
+        tokens = program * TOKENS + t
+        token_mask = tokens < num_tokens
+    index, weight, score, rank, valid = _scores(
+        index_ptr, weight_ptr, logits_ptr, bias_ptr, valid_ptr, tokens, token_mask, E,
+        K, KP, EP, SCORE, BIAS_ON, VALID,
+    )  # fmt: skip
+    keep = rank < base
+    if RULE == "threshold":
+        keep = keep | (score.to(tl.float64) > tl.load(params_ptr + 1))
+    elif RULE == "naee":
+        first = tl.sum(tl.where(rank == 0, score, 0.0), 1).to(tl.float64)
+        ratio = score.to(tl.float64) / first[:, None]
+        keep = (rank == 0) | (ratio >= tl.load(params_ptr + 1))
+    elif RULE == "dynamic-moe":
+        before = (rank[:, None, :] < rank[:, :, None]).to(tl.float64)
+        mass = tl.sum(before * score.to(tl.float64)[:, None, :], 2)
+        keep = mass <= tl.load(params_ptr + 1)
+    elif RULE == "pool" or RULE == "cut":
+        key = _keys(score, rank, valid, base, K)
+        place = in_pool[:, None] * K + rank
+        if RULE == "cut":
+            cut = tl.load(cut_ptr + pool * 2)
+            last = tl.load(cut_ptr + pool * 2 + 1)
+            keep = keep | (key > cut) | ((key == cut) & (place < last))
+        else:
+            extra = _extra(params_ptr, tl.sum(valid.to(tl.int32), 0), base)
+            if TOKENS * KP <= 256:
+                keep = keep | (_standing(key, place, TOKENS * KP, TOKENS, KP) < extra)
+            else:
+                cut = _search(key, extra)
+                above = tl.sum((key > cut).to(tl.int32))
+                # of those on the cut the first ones in the order of tokens, then of ranks
+                last = _search_place(key == cut, place, extra - above, TOKENS * KP)
+                keep = keep | (key > cut) | ((key == cut) & (place < last))
+    keep = keep & valid[:, None] & (rank < K)
+    _write(
+        out_index_ptr, out_weight_ptr, keep, index, weight, score, rank, tokens, token_mask, E,
+        renormalise_over, K, KP, RENORMALISE,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_tokens", "base"])
+def keys_kernel(
+    index_ptr,
+    weight_ptr,
+    logits_ptr,
+    bias_ptr,
+    valid_ptr,
+    key_ptr,
+    histogram_ptr,
+    num_tokens,
+    E,
+    base,
+    K: tl.constexpr,
+    KP: tl.constexpr,
+    EP: tl.constexpr,
+    TOKENS: tl.constexpr,
+    SCORE: tl.constexpr,
+    BIAS_ON: tl.constexpr,
+    VALID: tl.constexpr,
+):
+    """The keys of a large pool in the order of their places, and how often each first digit is."""
+    per_pool = tl.cdiv(num_tokens, TOKENS)
+    pool = tl.program_id(0) // per_pool
+    in_pool = tl.program_id(0) % per_pool * TOKENS + tl.arange(0, TOKENS)
+    token_mask = in_pool < num_tokens
+    tokens = pool * num_tokens + in_pool
+    _, _, score, rank, valid = _scores(
+        index_ptr, weight_ptr, logits_ptr, bias_ptr, valid_ptr, tokens, token_mask, E,
+        K, KP, EP, SCORE, BIAS_ON, VALID,
+    )  # fmt: skip
+    key = _keys(score, rank, valid, base, K)
+    tl.store(key_ptr + tokens[:, None] * K + rank, key, mask=token_mask[:, None] & (rank < K))
+    digit = (_ordered(key) >> 20).to(tl.int32)
+    tl.atomic_add(histogram_ptr + pool * _HISTOGRAM + digit, 1, mask=key != _LOWEST, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["num_tokens", "base"])
+def cut_kernel(
+    key_ptr,
+    histogram_ptr,
+    valid_ptr,
+    params_ptr,
+    cut_ptr,
+    num_tokens,
+    base,
+    K: tl.constexpr,
+    CHUNK: tl.constexpr,
+    VALID: tl.constexpr,
+):
+    """The cut of a large pool: a digit a pass, then the last place where the cut ties."""
+    pool = tl.program_id(0)
+    size = num_tokens * K
+    key_ptr += pool * size
+    first_ptr = histogram_ptr + pool * _HISTOGRAM
+    second_ptr = first_ptr + _DIGITS
+    third_ptr = second_ptr + _DIGITS
+    i = tl.arange(0, CHUNK)
+
+    num_valid = num_tokens
+    if VALID:
+        counted = tl.zeros((CHUNK,), dtype=tl.int32)
+        for start in range(0, num_tokens, CHUNK):
+            here = start + i < num_tokens
+            at = valid_ptr + pool * num_tokens + start + i
+            counted += (tl.load(at, mask=here, other=0) != 0).to(tl.int32)
+        num_valid = tl.sum(counted, 0)
+    need = _extra(params_ptr, num_valid, base)
+    high, need, _ = _digit(first_ptr, need, _DIGITS)
+    for start in range(0, size, CHUNK):
+        key = _ordered(tl.load(key_ptr + start + i, mask=start + i < size, other=_LOWEST))
+        on = (key >> 20) == high
+        tl.atomic_add(second_ptr + ((key >> 8) & 0xFFF).to(tl.int32), 1, mask=on, sem="relaxed")
+    tl.debug_barrier()
+    middle, need, _ = _digit(second_ptr, need, _DIGITS)
+    high = (high << 12) | middle
+    for start in range(0, size, CHUNK):
+        key = _ordered(tl.load(key_ptr + start + i, mask=start + i < size, other=_LOWEST))
+        on = (key >> 8) == high
+        tl.atomic_add(third_ptr + (key & 0xFF).to(tl.int32), 1, mask=on, sem="relaxed")
+    tl.debug_barrier()
+    low, need, ties = _digit(third_ptr, need, _LAST_DIGITS)
+    cut = (high << 8) | low
+
+    last = size
+    if ties > need:
+        last = 0
+        seen = 0
+        for start in range(0, size, CHUNK):
+            key = _ordered(tl.load(key_ptr + start + i, mask=start + i < size, other=_LOWEST))
+            on = (key == cut).to(tl.int32)
+            kept = (on == 1) & (seen + tl.cumsum(on, 0) <= need)
+            last = tl.maximum(last, tl.max(tl.where(kept, start + i + 1, 0), 0))
+            seen += tl.sum(on, 0)
+    tl.store(cut_ptr + pool * 2, (cut ^ 0x80000000).to(tl.int32, bitcast=True))
+    tl.store(cut_ptr + pool * 2 + 1, last)
+
+
+@triton.jit
+def _ordered(key):
+    """The key as an unsigned number of the same order."""
+    return key.to(tl.uint32, bitcast=True) ^ 0x80000000
+
+
+@triton.jit
+def _digit(histogram_ptr, need, DIGITS: tl.constexpr):
+    """The digit in which the `need`-th largest lies, how many of it are needed, how many it has."""
+    d = tl.arange(0, DIGITS)
+    # past the first-level cache, where the atomics do not write
+    count = tl.load(histogram_ptr + d, cache_modifier=".cg")
+    reach = tl.cumsum(count, 0, reverse=True)
+    digit = tl.maximum(tl.sum((reach >= need).to(tl.int32), 0) - 1, 0)
+    has = tl.sum(tl.where(d == digit, count, 0), 0)
+    above = tl.sum(tl.where(d == digit, reach - count, 0), 0)
+    return digit.to(tl.uint32), need - above, has
+
+
+@triton.jit
+def _standing(key, place, N: tl.constexpr, TOKENS: tl.constexpr, KP: tl.constexpr):
+    """How many of the pool stand before each: a higher key, or the same key at an earlier place."""
+    a = tl.reshape(key, (N,))
+    b = tl.reshape(place, (N,))
+    before = (a[None, :] > a[:, None]) | ((a[None, :] == a[:, None]) & (b[None, :] < b[:, None]))
+    return tl.reshape(tl.sum(before.to(tl.int32), 1), (TOKENS, KP))
+
+
+@triton.jit
+def _search(key, count):
+    """The largest key that at least `count` keys reach, bit by bit from the top."""
+    # in the order of unsigned numbers, where bits can be set one after the other
+    ordered = _ordered(key)
+    cut = tl.full((), 0, tl.uint32)
+    bit = tl.full((), 0x80000000, tl.uint32)
+    for _ in range(32):
+        trial = cut | bit
+        bit = bit >> 1
+        reach = tl.sum((ordered >= trial).to(tl.int32))
+        cut = tl.where(reach >= count, trial, cut)
+    return (cut ^ 0x80000000).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _search_place(on, place, count, PLACES: tl.constexpr):
+    """The smallest place before which `count` of those `on` the cut lie."""
+    low = tl.full((), 0, tl.int32)
+    step = tl.full((), PLACES, tl.int32)
+    while step > 0:
+        fewer = tl.sum((on & (place < low + step)).to(tl.int32)) < count
+        low = tl.where(fewer, low + step, low)
+        step = step // 2
+    return low + 1
