@@ -3,40 +3,27 @@
 from __future__ import annotations
 
 import os
-import platform
 import shlex
 import subprocess
 import sys
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
 from allocmoe.artifacts import now, package_versions
+from allocmoe.bench.machine import describe_machine
 
 
 def provenance() -> dict[str, Any]:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return {
-        "machine": {
-            "processor": _processor(),
-            "threads": torch.get_num_threads(),
-            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-            "system": f"{platform.system()} {platform.machine()}",
-        },
+        "machine": asdict(describe_machine(device)),
         "versions": package_versions(),
         "commit": _commit(),
         "command": f"python {shlex.join(sys.argv)}",
         "created": now(),
     }
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
 
 
 def _commit() -> str | None:

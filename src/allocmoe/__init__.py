@@ -9,7 +9,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from allocmoe.artifacts import Evaluation, Plan, Sensitivity, TokenRule
+    from allocmoe.artifacts import Benchmark, Evaluation, Plan, Protocol, Sensitivity, TokenRule
+    from allocmoe.bench.benchmark import benchmark
     from allocmoe.errors import AllocMoEError
     from allocmoe.evaluation.analysis import analyze
     from allocmoe.evaluation.quality import evaluate
@@ -23,12 +24,15 @@ if TYPE_CHECKING:
 
 _HOME = {
     "AllocMoEError": "allocmoe.errors",
+    "Benchmark": "allocmoe.artifacts",
     "Evaluation": "allocmoe.artifacts",
     "Plan": "allocmoe.artifacts",
+    "Protocol": "allocmoe.artifacts",
     "Sensitivity": "allocmoe.artifacts",
     "TokenRule": "allocmoe.artifacts",
     "analyze": "allocmoe.evaluation.analysis",
     "apply": "allocmoe.runtime.hf",
+    "benchmark": "allocmoe.bench.benchmark",
     "compare": "allocmoe.planning.compare",
     "evaluate": "allocmoe.evaluation.quality",
     "load_text": "allocmoe.text",
@@ -41,12 +45,15 @@ _HOME = {
 
 __all__ = [
     "AllocMoEError",
+    "Benchmark",
     "Evaluation",
     "Plan",
+    "Protocol",
     "Sensitivity",
     "TokenRule",
     "analyze",
     "apply",
+    "benchmark",
     "compare",
     "evaluate",
     "load_text",

@@ -1,4 +1,4 @@
-"""What the stages hand to each other: `Sensitivity`, `Plan` and `Evaluation`, as JSON files.
+"""What the stages hand to each other: `Sensitivity`, `Plan`, `Evaluation` and so on, as JSON files.
 
 Every artefact says which model and text it came from, so that a plan made for one model is refused
 on another and a number can be traced to its run.
@@ -9,6 +9,8 @@ from __future__ import annotations
 import datetime
 import math
 import platform
+import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from importlib import metadata
 from pathlib import Path
@@ -401,7 +403,147 @@ class Analysis(Artifact):
     text_sweep: tuple[SweepRow, ...]
 
 
-KINDS: dict[str, type[Artifact]] = {c.KIND: c for c in (Sensitivity, Plan, Evaluation, Analysis)}
+@dataclass(frozen=True)
+class Protocol:
+    """What a benchmark does: batches of random tokens, prefilled, then decoded greedily.
+
+    The decode follows the first prompt length; further lengths are prefilled only.
+    """
+
+    batch_size: int = 8
+    prompt_lengths: tuple[int, ...] = (32,)
+    decode_tokens: int = 128
+    warmups: int = 5
+    runs: int = 10
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, value, least in (
+            ("batch_size", self.batch_size, 1),
+            ("prompt_lengths", min(self.prompt_lengths, default=0), 2),
+            ("decode_tokens", self.decode_tokens, 1),
+            ("warmups", self.warmups, 0),
+            ("runs", self.runs, 1),
+            ("seed", self.seed, 0),
+        ):
+            if value < least:
+                raise AllocMoEError(f"{name} must be {least} or more, not {value}")
+        if len({*self.prompt_lengths}) < len(self.prompt_lengths):
+            raise AllocMoEError("a prompt length is given twice")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where a benchmark ran. `gpu` is None where it ran on the processor."""
+
+    processor: str
+    threads: int
+    gpu: str | None
+    system: str
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds of every timed run, and their spread."""
+
+    median_ms: float
+    min_ms: float
+    max_ms: float
+    runs_ms: tuple[float, ...]
+
+    @classmethod
+    def of(cls, runs_ms: Sequence[float]) -> Timing:
+        return cls(statistics.median(runs_ms), min(runs_ms), max(runs_ms), tuple(runs_ms))
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """One pass over the prompts. `speedup` is over the unmodified model, `captured` says whether
+    it was replayed as a CUDA graph; a long prompt is not, it keeps a GPU busy without."""
+
+    prompt_length: int
+    captured: bool
+    time: Timing
+    speedup: float
+    realised_per_layer: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Decode:
+    """A step that takes every sequence one token further.
+
+    `step` is its time; `experts` that of the routed experts of all layers alone, on the inputs of
+    one real step; `rest_ms` is what remains of the medians. `floor_bytes` is what a step must read:
+    the parameters, of the experts those that it runs, and the key/value cache in mid-decode;
+    `floor_ms` is the time this takes at the copy bandwidth, `times_floor` the step's over it.
+    """
+
+    compiled: bool
+    captured: bool
+    step: Timing
+    speedup: float
+    tokens_per_second: float
+    experts: Timing
+    rest_ms: float
+    realised_per_layer: tuple[float, ...]
+    distinct_per_step: tuple[float, ...]
+    floor_bytes: int
+    floor_ms: float
+    times_floor: float
+
+
+@dataclass(frozen=True)
+class Speed:
+    """One plan, timed. `experts` is the experts implementation that ran, by its name in
+    transformers."""
+
+    name: str
+    method: str
+    token: str
+    budget: float
+    experts: str
+    prefill: tuple[Prefill, ...]
+    decode: Decode
+
+
+@dataclass(frozen=True, kw_only=True)
+class Benchmark(Artifact):
+    """Speeds of several plans on one model and one machine.
+
+    The first row is the unmodified model, the last one the same again: its drift, `last / first -
+    1`, tells how much of a difference is noise. `fused` says whether the experts implementation
+    `allocmoe` ran its fused kernel.
+    """
+
+    KIND: ClassVar[str] = "allocmoe.benchmark"
+
+    protocol: Protocol
+    machine: Machine
+    command: str | None
+    dtype: str
+    random_weights: bool
+    fused: bool
+    # read and written, of a large copy on the device
+    copy_bytes_per_second: float
+    prefill_drift: float
+    decode_drift: float
+    rows: tuple[Speed, ...]
+
+    def __post_init__(self) -> None:
+        if not self.rows:
+            raise AllocMoEError("rows is empty")
+        for row in self.rows:
+            lengths = tuple(prefill.prompt_length for prefill in row.prefill)
+            if lengths != self.protocol.prompt_lengths:
+                raise AllocMoEError(
+                    f"{row.name} was prefilled at {list(lengths)}, not at "
+                    f"{list(self.protocol.prompt_lengths)}"
+                )
+
+
+KINDS: dict[str, type[Artifact]] = {
+    kind.KIND: kind for kind in (Sensitivity, Plan, Evaluation, Analysis, Benchmark)
+}
 
 
 def load_artifact(path: str | Path) -> Artifact:

@@ -22,7 +22,7 @@ from allocmoe.artifacts import Plan, Sensitivity
 from allocmoe.models.load import load_tokenizer
 from tiny import tiny
 
-VERBS = ("profile", "plan", "eval", "compare", "generate", "optimize", "inspect")
+VERBS = ("profile", "plan", "eval", "compare", "bench", "generate", "optimize", "inspect")
 Command = Callable[..., list[Any]]
 
 
@@ -53,6 +53,7 @@ def command(plan: Path, out: Path) -> Command:
             "plan": ["--method", "uniform", "--budget", budget, "--model", model, "-o", out],
             "eval": [model, "--plan", plan, *SMALL],
             "compare": [model, "--budgets", budget, *SMALL_PAIR, "-o", out],
+            "bench": [model, "--plan", plan, "--runs", "1", "--decode", "1"],
             "generate": [model, "--prompt", "Some layers"],
             "optimize": [model, "--budget", budget, *SMALL_PAIR, "-o", out.with_suffix("")],
             "inspect": [model],
@@ -287,6 +288,7 @@ class TestArtefact:
         folder = make_folder(tiny(**other, vocab_size=300))
         for line in (
             fail("eval", folder, "--plan", plan, *SMALL),
+            fail("bench", folder, "--plan", plan),
             fail("generate", folder, "--plan", plan, "--prompt", "Some layers"),
         ):
             assert f"made for {model} and does not fit {folder}: {difference}" in line
@@ -449,7 +451,7 @@ class TestOption:
 
 
 class TestOutput:
-    @pytest.mark.parametrize("verb", ["profile", "plan", "compare", "optimize", "eval"])
+    @pytest.mark.parametrize("verb", ["profile", "plan", "compare", "optimize", "eval", "bench"])
     def test_inside_a_file(self, command: Command, model: Path, out: Path, verb: str) -> None:
         out.write_text("mine")
         out.with_suffix("").write_text("mine too")

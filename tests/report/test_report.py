@@ -15,15 +15,22 @@ import pytest
 from allocmoe.artifacts import (
     Analysis,
     Artifact,
+    Benchmark,
     Context,
+    Decode,
     Evaluation,
     LayerAnalysis,
+    Machine,
     ModelInfo,
     Plan,
+    Prefill,
+    Protocol,
     Quality,
     Sensitivity,
+    Speed,
     SweepRow,
     TextInfo,
+    Timing,
     TokenRule,
 )
 from allocmoe.cli import report as verb
@@ -41,6 +48,7 @@ MADE: dict[str, Any] = dict(
 PLOTS = {
     "quality-1",
     "spending-1",
+    "speed-1",
     "sensitivity-1",
     "layer-budgets",
     "load-1",
@@ -128,6 +136,50 @@ def analysis(model: ModelInfo = MODEL) -> Analysis:
     )
 
 
+def speed(name: str, method: str, prefill_ms: float, step_ms: float, experts_ms: float) -> Speed:
+    def timing(ms: float) -> Timing:
+        return Timing.of((0.98 * ms, ms, 1.02 * ms))
+
+    decode = Decode(
+        compiled=True,
+        captured=True,
+        step=timing(step_ms),
+        speedup=4 / step_ms,
+        tokens_per_second=8000 / step_ms,
+        experts=timing(experts_ms),
+        rest_ms=step_ms - experts_ms,
+        realised_per_layer=(2.0,) * 3,
+        distinct_per_step=(5.0,) * 3,
+        floor_bytes=10**9,
+        floor_ms=1.0,
+        times_floor=step_ms,
+    )
+    prefill = Prefill(32, True, timing(prefill_ms), 10 / prefill_ms, (2.0,) * 3)
+    return Speed(name, method, "none", 6.0, "allocmoe", (prefill,), decode)
+
+
+def speeds(model: ModelInfo = MODEL, name: str = "alloc-moe@6") -> Benchmark:
+    return Benchmark(
+        model=model,
+        protocol=Protocol(),
+        machine=Machine("A processor", 8, "A GPU", "Linux"),
+        command="allocmoe bench x",
+        dtype="bfloat16",
+        random_weights=True,
+        fused=True,
+        copy_bytes_per_second=4e12,
+        prefill_drift=0.012,
+        decode_drift=-0.003,
+        rows=(
+            speed("unmodified", "unmodified", 10.0, 4.0, 3.0),
+            speed(name, "alloc-moe", 8.0, 2.5, 1.5),
+            speed("uniform@6", "uniform", 8.0, 3.2, 3.3),
+            speed("unmodified, again", "unmodified", 10.1, 4.0, 3.0),
+        ),
+        **MADE,
+    )
+
+
 def fill(folder: Path) -> Path:
     artifacts: dict[str, Artifact] = {
         "compare.json": evaluation(),
@@ -135,6 +187,7 @@ def fill(folder: Path) -> Path:
         "plans/half.json": plan(),
         "plans/uniform.json": plan(method="uniform"),
         "analysis.json": analysis(),
+        "bench.json": speeds(),
     }
     for name, artifact in artifacts.items():
         artifact.save(folder / name)
@@ -191,6 +244,11 @@ def test_captions_and_headlines_come_from_the_numbers(written: Path) -> None:
     assert "MoE layer 0 suffers most from fewer experts (+1.386 at k=1)" in page
     assert "At 6, alloc-moe gives the most to layer 0 (3) and the least to layer 1 (1)" in page
     assert "Best is 0 (+0.1000), worst 1 (+0.2000)" in page
+    assert "A GPU, bfloat16, 8 sequences, 128 tokens decoded after 32; medians of 10 runs" in page
+    assert "alloc-moe@6 decodes fastest, 1.60 times as fast as the unmodified model" in page
+    assert "the unmodified model took +1.2% (prefill) and -0.3% (decode)" in page
+    assert "The weights are random: a trained model routes less evenly." in page
+    assert "allocmoe bench x" in page
     for fact in ("tiny/moe", "plans/half.json", "2026-01-01T00:00:00+00:00", "python 3.11"):
         assert fact in page
 
@@ -209,6 +267,7 @@ def test_names_are_escaped(tmp_path: Path) -> None:
     replace(sensitivity(evil), text=replace(TEXT, source=EVIL), versions={EVIL: EVIL}).save(
         tmp_path / "'><b>.json"
     )
+    replace(speeds(evil, name=EVIL), command=EVIL).save(tmp_path / "speeds.json")
     replace(plan(evil), budget_asked=EVIL).save(tmp_path / "$p$.json")
     write_report(tmp_path)
     page = page_of(tmp_path)
@@ -219,7 +278,7 @@ def test_names_are_escaped(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "artifact", [evaluation(), sensitivity(), plan(), plan(method="uniform"), analysis()]
+    "artifact", [evaluation(), sensitivity(), plan(), plan(method="uniform"), analysis(), speeds()]
 )
 def test_one_artefact_is_enough(artifact: Artifact, tmp_path: Path) -> None:
     artifact.save(tmp_path / "one.json")

@@ -31,10 +31,11 @@ ALLOWED: dict[str, str] = {
 }
 # room -> what it must not import
 FORBIDDEN: dict[str, str] = {
-    "models": "routing kernels runtime profiling planning evaluation solver cli",
-    "runtime": "profiling planning evaluation solver cli",
-    "profiling": "evaluation planning cli",
-    "evaluation": "profiling planning report cli",
+    "models": "routing kernels runtime profiling planning evaluation bench solver cli",
+    "runtime": "profiling planning evaluation bench solver cli",
+    "profiling": "evaluation planning bench cli",
+    "evaluation": "profiling planning bench report cli",
+    "bench": "profiling planning evaluation solver report cli",
     "planning": "cli",
 }
 
@@ -124,7 +125,7 @@ def test_every_public_name_resolves() -> None:
     assert sorted(allocmoe.__all__) == sorted(dir(allocmoe))
     for name in allocmoe.__all__:
         assert getattr(allocmoe, name).__name__ == name
-    for name in ("profile", "solve", "apply", "evaluate", "make_plan", "load_text"):
+    for name in ("profile", "solve", "apply", "evaluate", "benchmark", "make_plan", "load_text"):
         assert callable(getattr(allocmoe, name))
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         allocmoe.nothing  # noqa: B018

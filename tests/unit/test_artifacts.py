@@ -15,14 +15,17 @@ import pytest
 from allocmoe.artifacts import (
     KINDS,
     Artifact,
+    Benchmark,
     Context,
     Evaluation,
     LayerActivity,
     ModelInfo,
     Plan,
+    Protocol,
     Quality,
     Sensitivity,
     TextInfo,
+    Timing,
     TokenRule,
     load_artifact,
 )
@@ -86,6 +89,7 @@ ARTIFACTS = {
     ),
     "sensitivity": sensitivity(),
     "evaluation": evaluation(),
+    "benchmark": replace(Benchmark.load(GOLDEN / "benchmark.json"), command=None, text=None),
 }
 
 
@@ -151,7 +155,12 @@ REFUSED: list[tuple[str, tuple[str | int, ...], Any, str]] = [
     ("sensitivity", ("context", "after"), DELETE, "context: the key 'after' is missing"),
     ("sensitivity", ("created",), DELETE, "the key 'created' is missing"),
     ("evaluation", ("rows", 0, "kl"), DELETE, "rows[0]: the key 'kl' is missing"),
+    ("benchmark", ("rows", 0, "decode", "energy"), 1.0, "rows[0]: decode: unknown key 'energy'"),
+    ("benchmark", ("random_weights",), DELETE, "the key 'random_weights' is missing"),
     # wrong types
+    ("benchmark", ("random_weights",), 1, "random_weights: expected bool"),
+    ("benchmark", ("machine", "gpu"), 1, "machine: gpu: expected str"),
+    ("benchmark", ("protocol", "prompt_lengths"), 32, "protocol: prompt_lengths: expected a list"),
     ("plan", ("budget",), "4", "budget: expected int"),
     ("plan", ("budget",), True, "budget: expected int"),
     ("plan", ("budget",), 4.0, "budget: expected int"),
@@ -185,6 +194,10 @@ REFUSED: list[tuple[str, tuple[str | int, ...], Any, str]] = [
     ("evaluation", ("schema_version",), 0, "schema_version is 0"),
     ("sensitivity", ("schema_version",), "1", "schema_version is '1'"),
     ("sensitivity", ("schema_version",), DELETE, "schema_version is None"),
+    # benchmarks that cannot be
+    ("benchmark", ("rows",), [], "rows is empty"),
+    ("benchmark", ("rows", 2, "prefill"), [], "alloc-t@4 was prefilled at [], not at [32]"),
+    ("benchmark", ("protocol", "runs"), 0, "protocol: runs must be 1 or more, not 0"),
     # plans that cannot be
     ("plan", ("layer_budgets",), [3.5], "layer_budgets has 1 entries for 2 MoE layers"),
     ("plan", ("layer_budgets",), [2.5, 0.5, 0.5], "layer_budgets has 3 entries for 2 MoE layers"),
@@ -363,6 +376,27 @@ def test_the_log_cost_of_ones_telescopes_in_the_papers_context() -> None:
     )
     ones = sum(row[0] for row in s.cost("log"))
     assert ones == pytest.approx(math.log(97) - math.log(11), rel=1e-12)
+
+
+def test_a_timing_tells_the_spread_of_its_runs() -> None:
+    assert Timing.of([3.0, 1.0, 2.0, 9.0]) == Timing(2.5, 1.0, 9.0, (3.0, 1.0, 2.0, 9.0))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (dict(batch_size=0), "batch_size must be 1 or more, not 0"),
+        (dict(prompt_lengths=()), "prompt_lengths must be 2 or more, not 0"),
+        (dict(prompt_lengths=(32, 1)), "prompt_lengths must be 2 or more, not 1"),
+        (dict(prompt_lengths=(8, 8)), "given twice"),
+        (dict(decode_tokens=0), "decode_tokens must be 1 or more, not 0"),
+        (dict(warmups=-1), "warmups must be 0 or more, not -1"),
+    ],
+)
+def test_a_protocol_that_measures_nothing_is_refused(changes: dict[str, Any], words: str) -> None:
+    assert Protocol() == Protocol(8, (32,), 128, 5, 10, 0)
+    with pytest.raises(AllocMoEError, match=words):
+        Protocol(**changes)
 
 
 def test_activities_add_up_and_give_means() -> None:

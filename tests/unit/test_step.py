@@ -56,7 +56,7 @@ def check(step: Step, num_sequences: int, valid: list[bool]) -> None:
 
 @pytest.mark.parametrize("mask", [{}, {"attention_mask": None}, {"attention_mask": {"full": None}}])
 def test_without_a_mask_every_token_counts(mask: dict[str, Any]) -> None:
-    assert read_step((), {"input_ids": IDS, **mask}) == Step(2, None, None)
+    assert read_step((), {"input_ids": IDS, **mask}) == Step(2, None)
 
 
 @pytest.mark.parametrize("dtype", [torch.long, torch.bool, torch.float32])

@@ -76,9 +76,11 @@ def check_launch(verb: str) -> None:
 _MODEL = "a hub id, a folder, or `reference` for the small model that comes with allocmoe"
 
 
-def add_model_arguments(parser: argparse.ArgumentParser, *, positional: bool = True) -> None:
+def add_model_arguments(
+    parser: argparse.ArgumentParser, *, positional: bool = True, required: bool = True
+) -> None:
     if positional:
-        parser.add_argument("model", metavar="MODEL", help=_MODEL)
+        parser.add_argument("model", metavar="MODEL", nargs=None if required else "?", help=_MODEL)
     else:
         parser.add_argument("--model", metavar="MODEL", help=_MODEL)
     group = parser.add_argument_group("model")
@@ -138,6 +140,13 @@ def number_list(text: str) -> list[float]:
     return numbers
 
 
+def count_list(text: str) -> list[int]:
+    numbers = number_list(text)
+    if not all(number.is_integer() for number in numbers):
+        raise argparse.ArgumentTypeError(f"expected whole numbers, not {text!r}")
+    return [int(number) for number in numbers]
+
+
 def word_list(text: str) -> list[str]:
     words = [item.strip() for item in text.split(",") if item.strip()]
     if not words:
@@ -145,16 +154,21 @@ def word_list(text: str) -> list[str]:
     return words
 
 
-def load_skeleton(args: argparse.Namespace) -> MoEModel:
-    """The model without its weights; what cannot be supported is refused here, at no cost."""
+def begin_work() -> None:
+    """After the heavy imports, before the first model."""
     from transformers.utils import logging
 
-    from allocmoe.models import inspect_model, load
-
-    stop_orderly()  # the heavy imports are done
+    stop_orderly()
     logging.set_verbosity_error()
     if not console.is_terminal:
         logging.disable_progress_bar()
+
+
+def load_skeleton(args: argparse.Namespace) -> MoEModel:
+    """The model without its weights; what cannot be supported is refused here, at no cost."""
+    from allocmoe.models import inspect_model, load
+
+    begin_work()
     return inspect_model(
         load.load_skeleton(
             args.model, revision=args.revision, trust_remote_code=args.trust_remote_code
@@ -180,6 +194,19 @@ def load_tokenizer(args: argparse.Namespace) -> Any:
     return load.load_tokenizer(
         args.model, revision=args.revision, trust_remote_code=args.trust_remote_code
     )
+
+
+def plan_names(files: list[str]) -> dict[str, str]:
+    """A short name for each file: its own, with as many folders before it as tell them apart."""
+    paths = [Path(file).with_suffix("").parts for file in files]
+    if len({*paths}) < len(paths):
+        raise AllocMoEError("the same plan is given twice")
+    names: list[str] = []
+    for depth in range(1, max(map(len, paths), default=0) + 1):
+        names = ["/".join(parts[-depth:]) for parts in paths]
+        if len({*names}) == len(names):
+            break
+    return dict(zip(names, files, strict=True))
 
 
 def load_text(args: argparse.Namespace, tokenizer: Any) -> Text:

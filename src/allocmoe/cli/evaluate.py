@@ -6,7 +6,6 @@ import argparse
 from pathlib import Path
 
 from allocmoe.cli import common
-from allocmoe.errors import AllocMoEError
 
 NAME = "eval"
 HELP = "measure plans: perplexity, distance from the unmodified model, what really ran"
@@ -35,7 +34,7 @@ def run(args: argparse.Namespace) -> None:
 
     if args.output:
         check_writable(Path(args.output))
-    plans = {name: Plan.load(file) for name, file in _names(args.plan).items()}
+    plans = {name: Plan.load(file) for name, file in common.plan_names(args.plan).items()}
     skeleton = common.load_skeleton(args)
     for plan in plans.values():
         plan.check_fits(skeleton.info)
@@ -60,15 +59,3 @@ def run(args: argparse.Namespace) -> None:
         common.console.print(f"saved in {args.output}")
     if args.json:
         common.print_json(result.to_json())
-
-
-def _names(files: list[str]) -> dict[str, str]:
-    """A short name for each file: its own, with as many folders before it as tell them apart."""
-    paths = [Path(file).with_suffix("").parts for file in files]
-    if len({*paths}) < len(paths):
-        raise AllocMoEError("the same plan is given twice")
-    for depth in range(1, max(map(len, paths)) + 1):
-        names = ["/".join(parts[-depth:]) for parts in paths]
-        if len({*names}) == len(names):
-            break
-    return dict(zip(names, files, strict=True))

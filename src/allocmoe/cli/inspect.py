@@ -33,9 +33,10 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _artifact(path: str) -> dict[str, Any]:
-    from allocmoe.artifacts import Analysis, Evaluation, Plan, Sensitivity, load_artifact
+    from allocmoe.artifacts import Analysis, Benchmark, Evaluation, Plan, Sensitivity, load_artifact
     from allocmoe.cli.tables import (
         analysis_table,
+        benchmark_tables,
         plan_table,
         quality_table,
         sensitivity_table,
@@ -50,6 +51,8 @@ def _artifact(path: str) -> dict[str, Any]:
         common.console.print(quality_table(artifact))
     elif isinstance(artifact, Analysis):
         common.console.print(analysis_table(artifact))
+    elif isinstance(artifact, Benchmark):
+        common.console.print(*benchmark_tables(artifact), sep="\n")
     model, text = artifact.model, artifact.text
     facts = [f"model {model.id} ({model.family}), weights {model.fingerprint or 'not read'}"]
     if text is not None:

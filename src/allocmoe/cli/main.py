@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from typing import NoReturn
 from allocmoe.artifacts import package_versions
 from allocmoe.cli import (
     analyze,
+    bench,
     common,
     compare,
     demo,
@@ -36,6 +38,7 @@ VERBS = (
     compare,
     optimize,
     analyze,
+    bench,
     report,
     generate,
     inspect,
@@ -88,6 +91,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     args = None
     try:
         args = make_parser().parse_args(words)
+        args.command = shlex.join(["allocmoe", *words])
         common.check_launch(args.verb)
         args.run(args)
     except AllocMoEError as error:
@@ -98,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     except Exception as error:
         if type(error).__name__ != "OutOfMemoryError":
             raise
-        _fail("out of memory: try a smaller --batch-size or --length", as_json)
+        _fail("out of memory: try a smaller --batch-size or shorter sequences", as_json)
     sys.exit(0)
 
 

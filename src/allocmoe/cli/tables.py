@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import fmean
 
 from rich import box
 from rich.table import Table
 
 from allocmoe.artifacts import (
     Analysis,
+    Benchmark,
     Evaluation,
     LayerActivity,
     Plan,
     Quality,
     Sensitivity,
     SweepRow,
+    Timing,
 )
 
 _COLUMNS = (
@@ -188,6 +191,86 @@ def sweep_table(title: str, rows: Sequence[SweepRow]) -> Table:
             f"{row.log_rise:+.4f}",
             f"{row.realised:.2f}",
             " ".join(f"{k:g}" for k in row.layer_budgets),
+        )
+    return table
+
+
+def benchmark_tables(benchmark: Benchmark) -> tuple[Table, Table]:
+    """How fast every plan is, and where the time of a decode step goes."""
+    return _speed_table(benchmark), _decode_table(benchmark)
+
+
+def _speed_table(benchmark: Benchmark) -> Table:
+    protocol, machine = benchmark.protocol, benchmark.machine
+    table = Table(
+        title_justify="left",
+        caption_justify="left",
+        title=f"{benchmark.model.id} on {machine.gpu or machine.processor}, {benchmark.dtype}, "
+        f"batch {protocol.batch_size}, {protocol.decode_tokens} tokens decoded",
+        caption=f"ms: median of {protocol.runs} runs, ± half their range. x: times as fast as the "
+        "unmodified model, which took "
+        f"{benchmark.prefill_drift:+.1%} (prefill) and {benchmark.decode_drift:+.1%} (decode) the "
+        "second time."
+        + (
+            " The weights are random: a trained model routes less evenly."
+            if benchmark.random_weights
+            else ""
+        ),
+        box=box.SIMPLE_HEAD,
+        padding=(0, 0),
+    )
+    table.add_column("plan", no_wrap=True)
+    for length in protocol.prompt_lengths:
+        table.add_column(f"prefill {length}", justify="right")
+        table.add_column("x", justify="right")
+    for name in ("decode step", "x", "tokens/s"):
+        table.add_column(name, justify="right")
+    for row in benchmark.rows:
+        table.add_row(
+            row.name,
+            *(cell for p in row.prefill for cell in (_spread(p.time), f"{p.speedup:.2f}")),
+            _spread(row.decode.step),
+            f"{row.decode.speedup:.2f}",
+            f"{row.decode.tokens_per_second:.0f}",
+        )
+    return table
+
+
+def _spread(timing: Timing) -> str:
+    half = (timing.max_ms - timing.min_ms) / 2 / timing.median_ms
+    return f"{_ms(timing.median_ms)} ±{half:.1%}"
+
+
+def _ms(value: float) -> str:
+    return f"{value:.3f}" if abs(value) < 10 else f"{value:.2f}"
+
+
+def _decode_table(benchmark: Benchmark) -> Table:
+    speed = benchmark.copy_bytes_per_second / 1e9
+    table = Table(
+        title_justify="left",
+        caption_justify="left",
+        title="a decode step, in ms",
+        caption="experts: the routed experts of all layers alone; rest: all else. realised: "
+        "activations a token and layer. distinct: experts that a layer loads. floor: what a step "
+        f"must read, at the {speed:.0f} GB/s of a copy.",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 0),
+    )
+    table.add_column("plan", no_wrap=True)
+    for name in ("experts", "rest", "realised", "distinct", "floor", "x floor", "experts by"):
+        table.add_column(name, justify="right")
+    for row in benchmark.rows:
+        decode = row.decode
+        table.add_row(
+            row.name,
+            _ms(decode.experts.median_ms),
+            _ms(decode.rest_ms),
+            f"{fmean(decode.realised_per_layer):.3f}",
+            f"{fmean(decode.distinct_per_step):.2f}",
+            _ms(decode.floor_ms),
+            f"{decode.times_floor:.2f}",
+            row.experts,
         )
     return table
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+import math
+from dataclasses import astuple, dataclass, replace
+
+import torch
 
 
 @dataclass(frozen=True)
@@ -19,6 +22,10 @@ class Tile:
     num_warps: int
     num_stages: int
     tma: bool
+
+    def shared_bytes(self, block_m: int, factor: int) -> int:
+        """What the stages take; `factor` is 2 where gate and up are computed together."""
+        return self.num_stages * 2 * self.block_k * (block_m + factor * self.block_n)
 
 
 @dataclass(frozen=True)
@@ -43,13 +50,46 @@ class Blocks:
         )
 
 
-def default_blocks(num_tokens: int, num_pairs: int, num_experts: int) -> Blocks:
-    """A sensible choice where nothing was tuned: by the tokens an expert can expect."""
-    rows = num_pairs / num_experts
-    if num_tokens <= 16 or rows <= 8:
-        return Blocks(16, Tile(32, 128, 1, 4, 4, False), Tile(64, 128, 1, 4, 4, False))
-    if rows <= 40:
-        return Blocks(32, Tile(64, 128, 1, 4, 3, False), Tile(128, 64, 1, 4, 4, False))
-    if rows <= 96:
-        return Blocks(64, Tile(64, 64, 4, 4, 4, False), Tile(128, 64, 4, 4, 4, False))
-    return Blocks(128, Tile(128, 64, 8, 8, 4, True), Tile(256, 64, 8, 8, 4, True))
+@dataclass(frozen=True)
+class BlockTable:
+    """Blocks by the pairs that an expert gets on average: the first entry that reaches so far."""
+
+    entries: tuple[tuple[float, Blocks], ...]
+
+    def choose(self, num_pairs: int, num_experts: int) -> Blocks:
+        for reach, blocks in self.entries:
+            if num_pairs <= reach * num_experts:
+                return blocks
+        return self.entries[-1][1]
+
+
+# found on an H200 at the experts' shape of DeepSeek-V2-Lite (2048 x 1408), by `tune`
+_DEFAULT = BlockTable(
+    (
+        (4.0, Blocks(16, Tile(128, 128, 1, 4, 3, True), Tile(64, 128, 1, 4, 4, True))),
+        (40.0, Blocks(32, Tile(64, 128, 1, 4, 3, True), Tile(64, 128, 1, 4, 4, True))),
+        (250.0, Blocks(64, Tile(128, 64, 8, 8, 4, True), Tile(128, 64, 8, 8, 4, True))),
+        (math.inf, Blocks(128, Tile(128, 64, 8, 8, 4, True), Tile(256, 64, 8, 8, 4, True))),
+    )
+)
+
+
+def default_blocks(device: torch.device) -> BlockTable:
+    """What to take where nothing was tuned, cut down to the shared memory the device has."""
+    shared = 0
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        shared = getattr(properties, "shared_memory_per_block_optin", 48 * 1024)
+    return BlockTable(tuple((reach, _fit(blocks, shared)) for reach, blocks in _DEFAULT.entries))
+
+
+def _fit(blocks: Blocks, shared: int) -> Blocks:
+    def fit(tile: Tile, factor: int) -> Tile:
+        while shared and tile.shared_bytes(blocks.block_m, factor) > shared:
+            if tile.num_stages > 2:
+                tile = replace(tile, num_stages=tile.num_stages - 1)
+            else:
+                tile = replace(tile, block_n=tile.block_n // 2)
+        return tile
+
+    return Blocks(blocks.block_m, fit(blocks.up, 2), fit(blocks.down, 1))

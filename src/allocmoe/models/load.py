@@ -41,7 +41,7 @@ def load_model(
     """
     from transformers import AutoModelForCausalLM
 
-    wanted_dtype, wanted_device = _dtype(dtype), _device(device)
+    wanted_dtype, wanted_device = to_dtype(dtype), to_device(device)
     config = _load_config(name, revision, trust_remote_code)
     try:
         load: Any = AutoModelForCausalLM.from_pretrained
@@ -137,13 +137,13 @@ def _check_name(name: str) -> None:
         raise AllocMoEError(f"there is no folder {name}")
 
 
-def _dtype(name: str) -> Any:
+def to_dtype(name: str) -> Any:
     if name not in ("auto", "float32", "bfloat16", "float16", "float64"):
         raise AllocMoEError(f"unknown dtype {name!r}: take auto, float32, bfloat16 or float16")
     return "auto" if name == "auto" else getattr(torch, name)
 
 
-def _device(name: str) -> torch.device | None:
+def to_device(name: str) -> torch.device | None:
     """The device, or None to let accelerate spread the model."""
     if name == "spread":
         if importlib.util.find_spec("accelerate") is None:

@@ -15,6 +15,7 @@ from allocmoe.report.style import CSS, SCRIPT
 
 HEADINGS = {
     "quality": "Quality against budget",
+    "speed": "Speed",
     "sensitivity": "Sensitivity of the layers",
     "layer budgets": "Layer budgets",
     "expert load": "Expert load",

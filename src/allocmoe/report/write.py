@@ -13,6 +13,7 @@ from allocmoe.report.gather import Bundle, gather
 from allocmoe.report.layers import budget_plots, sensitivity_plots
 from allocmoe.report.page import make_page
 from allocmoe.report.quality import quality_plots
+from allocmoe.report.speed import speed_plots
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ def write_report(directory: str | Path, output: str | Path | None = None) -> Wri
 def make_plots(bundle: Bundle) -> list[Plot]:
     return [
         *quality_plots(bundle),
+        *speed_plots(bundle),
         *sensitivity_plots(bundle),
         *budget_plots(bundle),
         *analysis_plots(bundle),

@@ -11,13 +11,14 @@ from allocmoe.routing.alloc_t import (
     select_sequence,
     select_threshold,
 )
-from allocmoe.routing.budget import num_pairs
+from allocmoe.routing.budget import base_of, num_pairs
 from allocmoe.routing.dynamic_moe import calibrate_dynamic_moe, select_dynamic_moe
 from allocmoe.routing.naee import calibrate_naee, select_naee
 from allocmoe.routing.top_k import select_top_k
 from allocmoe.routing.weights import reweigh
 
 __all__ = [
+    "base_of",
     "calibrate_dynamic_moe",
     "calibrate_naee",
     "calibrate_threshold",

@@ -14,7 +14,7 @@ from allocmoe.artifacts import LayerActivity, TokenRule
 from allocmoe.errors import AllocMoEError
 from allocmoe.kernels import Pairs
 from allocmoe.models import Family, MoELayer
-from allocmoe.runtime.step import Step
+from allocmoe.runtime.step import CurrentStep, Step
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,7 @@ class LayerControl:
         layer: MoELayer,
         family: Family,
         token: TokenRule,
+        current: CurrentStep | None = None,
         *,
         counts: bool = True,
         observe: Observer | None = None,
@@ -53,11 +54,12 @@ class LayerControl:
         self.family = family
         self.token = token
         self.counter = Counter(layer.num_experts)
-        self.step = Step()
+        self._current = current or CurrentStep()
         self.stock_implementation: str | None = None
         self.renormalises = _renormalises(layer, family)
         self._bias = _bias(layer, family)
         self._logits: torch.Tensor | None = None
+        self._params: torch.Tensor | None = None
         if token.renormalise_over is not None and not self.renormalises:
             raise AllocMoEError(
                 f"renormalise_over has no meaning here: this {family.name} model does not "
@@ -81,6 +83,27 @@ class LayerControl:
         self.masks = self.may_mask and budget < self.layer.k_orig
         if not self.may_mask:
             self.layer.top_k_owner.top_k = int(budget)  # type: ignore[assignment]
+
+        self._write_params()
+
+    def _write_params(self) -> None:
+        """Budget and threshold where the selection kernel reads them, in a captured graph too."""
+        device = self.layer.experts.down_proj.device
+        if not self.may_mask or device.type == "meta":
+            return
+        params = torch.tensor([self.budget, self.threshold or 0.0], dtype=torch.float64)
+        if self._params is None or self._params.device != device:
+            self._params = params.to(device)
+        else:
+            self._params.copy_(params)
+
+    @property
+    def step(self) -> Step:
+        return self._current.step
+
+    @property
+    def observed(self) -> bool:
+        return self._observe is not None
 
     def restore(self) -> None:
         if not self.may_mask:
@@ -109,7 +132,7 @@ class LayerControl:
         if self._observe is not None:
             assert self._logits is not None
             logits = self._logits.reshape(-1, self.layer.num_experts)
-            valid = self._valid(index_TK.device)
+            valid = self.step.valid_on(index_TK.device)
             self._observe(Observed(self.layer.index, index_TK, scores_TK, logits, keep_TK, valid))
 
     def rank(
@@ -129,9 +152,7 @@ class LayerControl:
         assert self._logits is not None, "the experts ran before their router"
         logits = self._logits.reshape(-1, self.layer.num_experts).float()
         chosen = logits.gather(1, index_TK)
-        score = self.family.score
-        if score == "config":
-            score = self.layer.router.expert_selection_fn  # type: ignore[assignment]
+        score = self._score
         if score == "softmax":
             scores = (chosen - logits.logsumexp(dim=1, keepdim=True)).exp()
         elif score == "sigmoid":
@@ -143,8 +164,56 @@ class LayerControl:
         on = scores if self.family.bias_on == "score" else chosen
         return scores, on + self._bias.flatten().to(on)[index_TK]
 
+    @property
+    def _score(self) -> str:
+        score: str = self.family.score
+        if score == "config":
+            score = self.layer.router.expert_selection_fn  # type: ignore[assignment]
+        return score
+
+    def select_fused(
+        self, index_TK: torch.Tensor, weights_TK: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`rank`, `select` and `reweigh` in one kernel; a dropped pair's expert is num_experts."""
+        from allocmoe.kernels.fused.ops import select_op
+
+        token, logits = self.token, self._logits
+        self._logits = None
+        if self._score == "weights":
+            logits = None
+        elif logits is not None:
+            logits = logits.reshape(-1, self.layer.num_experts)
+        rule: str = token.rule
+        base, pools = 1, 1
+        if rule == "none":
+            rule, base = "top_k", int(self.budget)
+        elif rule == "alloc-t":
+            base = routing.base_of(self.budget, token.k_base)
+            rule = "threshold" if token.scope == "threshold" else "pool"
+            pools = self.step.num_sequences if token.scope == "sequence" else 1
+        valid = self.step.valid_on(index_TK.device)
+        renormalise = self.renormalises and token.rule != "dynamic-moe"
+        assert self._params is not None
+        chosen: tuple[torch.Tensor, torch.Tensor] = select_op(
+            index_TK,
+            weights_TK,
+            logits,
+            None if self._bias is None else self._bias.flatten(),
+            None if valid is None else valid.view(torch.uint8),
+            self._params,
+            self.layer.num_experts,
+            rule,
+            self._score,
+            "none" if self._bias is None else self.family.bias_on,
+            base,
+            pools,
+            renormalise,
+            token.renormalise_over or 0,
+        )
+        return chosen
+
     def select(self, scores_TK: torch.Tensor) -> torch.Tensor:
-        token, valid = self.token, self._valid(scores_TK.device)
+        token, valid = self.token, self.step.valid_on(scores_TK.device)
         if token.rule == "none":
             return routing.select_top_k(scores_TK, int(self.budget), valid)
         if token.rule == "naee":
@@ -162,10 +231,6 @@ class LayerControl:
     def _threshold(self) -> float:
         assert self.threshold is not None
         return self.threshold
-
-    def _valid(self, device: torch.device) -> torch.Tensor | None:
-        # with device_map the layers may live on other devices than the mask
-        return None if self.step.valid_T is None else self.step.valid_T.to(device)
 
     def reweigh(
         self, weights_TK: torch.Tensor, scores_TK: torch.Tensor, keep_TK: torch.Tensor
@@ -196,43 +261,53 @@ class Counter:
         self.reset()
 
     def reset(self) -> None:
-        self._tokens = self._activations = self._padding = self._forwards = self._positions = 0
+        self._forwards = self._positions = 0
+        self._tokens: torch.Tensor | int = 0
+        self._activations: torch.Tensor | int = 0
+        self._padding: torch.Tensor | int = 0
         self._distinct: torch.Tensor | int = 0
         self._at_positions: torch.Tensor | int = 0
 
     def add_dense(self, index_TK: torch.Tensor, step: Step) -> None:
-        """A forward in which the stock implementation runs every pair, those of padding too."""
+        """A forward in which every pair runs, those of padding too."""
         T, K = index_TK.shape
-        valid = T if step.num_valid is None else step.num_valid
-        self._activations += valid * K
-        self._padding += (T - valid) * K
+        valid = step.count(T, index_TK.device)
+        self._activations = self._activations + valid * K
+        self._padding = self._padding + (T - valid) * K
         token = torch.arange(T, device=index_TK.device).repeat_interleave(K)
-        self._add_forward(token, index_TK.flatten(), T, valid, step)
+        self._add_forward(token, index_TK.flatten(), T, step)
+
+    def add_kept(self, index_TK: torch.Tensor, step: Step) -> None:
+        """A forward in which the pairs run whose expert is in range."""
+        T, K = index_TK.shape
+        self._activations = self._activations + (index_TK < self._num_experts).sum()
+        token = torch.arange(T, device=index_TK.device).repeat_interleave(K)
+        self._add_forward(token, index_TK.flatten(), T, step)
 
     def add_pairs(self, pairs: Pairs, num_tokens: int, step: Step) -> None:
-        self._activations += pairs.expert.shape[0]
-        valid = num_tokens if step.num_valid is None else step.num_valid
-        token = pairs.slot // pairs.num_columns
-        self._add_forward(token, pairs.expert, num_tokens, valid, step)
+        self._activations = self._activations + pairs.expert.shape[0]
+        self._add_forward(pairs.slot // pairs.num_columns, pairs.expert, num_tokens, step)
 
     def _add_forward(
-        self, token: torch.Tensor, expert: torch.Tensor, num_tokens: int, valid: int, step: Step
+        self, token: torch.Tensor, expert: torch.Tensor, num_tokens: int, step: Step
     ) -> None:
-        self._tokens += valid
+        self._tokens = self._tokens + step.count(num_tokens, expert.device)
         self._forwards += 1
         length = num_tokens // step.num_sequences
         self._positions += length
-        hit = torch.zeros(length * self._num_experts, dtype=torch.bool, device=expert.device)
-        hit.index_fill_(0, token % length * self._num_experts + expert, True)
-        hit = hit.view(length, self._num_experts)
+        # one column more for pairs that do not run
+        columns = self._num_experts + 1
+        hit = torch.zeros(length * columns, dtype=torch.bool, device=expert.device)
+        hit.index_fill_(0, token % length * columns + expert, True)
+        hit = hit.view(length, columns)[:, :-1]
         self._distinct = self._distinct + hit.any(0).sum()
         self._at_positions = self._at_positions + hit.sum()
 
     def read(self) -> LayerActivity:
         return LayerActivity(
-            tokens=self._tokens,
-            activations=self._activations,
-            padding_activations=self._padding,
+            tokens=int(self._tokens),
+            activations=int(self._activations),
+            padding_activations=int(self._padding),
             distinct_experts=int(self._distinct),
             forwards=self._forwards,
             distinct_at_positions=int(self._at_positions),

@@ -21,7 +21,8 @@ from allocmoe.errors import AllocMoEError
 from allocmoe.kernels import compact, run_experts
 from allocmoe.models import MoEModel, inspect_model
 from allocmoe.runtime.control import LayerControl, Observer
-from allocmoe.runtime.step import Step, read_step
+from allocmoe.runtime.kernel import KERNEL, Kernel, attach_kernel
+from allocmoe.runtime.step import CurrentStep, Step, read_step
 
 IMPLEMENTATION = "allocmoe"
 _ATTRIBUTE = "_allocmoe_control"
@@ -45,6 +46,25 @@ def apply(model: nn.Module, plan: Plan, *, count: bool = True) -> Controller:
     return controller
 
 
+def use_kernel(model: nn.Module) -> bool:
+    """Run all routed experts of `model` in our implementation, whether a plan is applied or not.
+
+    False if there is no fused kernel for it here (no CUDA device, another dtype than bfloat16 or
+    float16, experts that do something else between their products): then nothing is changed.
+    `model.set_experts_implementation("grouped_mm")` goes back.
+    """
+    moe = inspect_model(model)
+    _check_common_call(moe)
+    if any(layer.experts.__dict__.get(_ATTRIBUTE) is not None for layer in moe.layers):
+        raise AllocMoEError("a plan is applied to this model; remove it first")
+    if not all(attach_kernel(layer.experts) for layer in moe.layers):
+        return False
+    ExpertsInterface.register(IMPLEMENTATION, experts_forward)
+    for layer in moe.layers:
+        layer.experts.config._experts_implementation_internal = IMPLEMENTATION
+    return True
+
+
 class Controller:
     """Holds a model to layer budgets and a token rule until it is removed.
 
@@ -64,20 +84,22 @@ class Controller:
         if token != TokenRule() or not moe.family.top_k_settable:
             _check_common_call(moe)
         self.moe = moe
-        self.step = Step()
+        self._current = CurrentStep()
         self.controls = [
-            LayerControl(layer, moe.family, token, counts=count, observe=observe)
+            LayerControl(layer, moe.family, token, self._current, counts=count, observe=observe)
             for layer in moe.layers
         ]
         self._hooks = [moe.decoder.register_forward_pre_hook(_before_decoder, with_kwargs=True)]
         self._marked: list[nn.Module] = []
         self._mark(moe.decoder, self)
         for control in self.controls:
+            control.stock_implementation = control.layer.experts.config._experts_implementation
             self._mark(control.layer.router, control)
             self._mark(control.layer.experts, control)
             self._hooks.append(control.layer.router.register_forward_hook(_after_router))
             self._hooks.append(control.layer.experts.register_forward_pre_hook(_before_experts))
         self._stock: dict[int, tuple[Any, str | None]] = {}
+        self._given: list[nn.Module] = []
         if any(control.may_mask for control in self.controls):
             self._install_implementation()
 
@@ -88,9 +110,7 @@ class Controller:
         self._marked.append(module)
 
     def begin_step(self, step: Step) -> None:
-        self.step = step
-        for control in self.controls:
-            control.step = step
+        self._current.step = step
 
     def set_budgets(self, budgets: Sequence[float]) -> None:
         for control, budget in zip(self.controls, budgets, strict=True):
@@ -115,6 +135,9 @@ class Controller:
         for module in self._marked:
             module.__dict__.pop(_ATTRIBUTE, None)
         self._marked = []
+        for module in self._given:
+            module.__dict__.pop(KERNEL, None)
+        self._given = []
         for control in self.controls:
             control.restore()
 
@@ -133,9 +156,10 @@ class Controller:
         """Point the experts' config at our implementation, remembering the one it had."""
         ExpertsInterface.register(IMPLEMENTATION, experts_forward)
         for control in self.controls:
-            config = control.layer.experts.config
-            self._stock.setdefault(id(config), (config, config._experts_implementation))
-            control.stock_implementation = self._stock[id(config)][1]
+            module = control.layer.experts
+            if KERNEL not in module.__dict__ and attach_kernel(module):
+                self._given.append(module)
+            self._stock.setdefault(id(module.config), (module.config, control.stock_implementation))
         for config, _ in self._stock.values():
             config._experts_implementation_internal = IMPLEMENTATION
 
@@ -151,23 +175,26 @@ def _check_common_call(moe: MoEModel) -> None:
             )
 
 
-@_uncompiled
 def _before_decoder(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    module.__dict__[_ATTRIBUTE].begin_step(read_step(args, kwargs))
+    getattr(module, _ATTRIBUTE).begin_step(read_step(args, kwargs))
 
 
-@_uncompiled
 def _after_router(module: nn.Module, args: Any, output: Any) -> None:
-    module.__dict__[_ATTRIBUTE].see_router(output)
+    getattr(module, _ATTRIBUTE).see_router(output)
 
 
-@_uncompiled
 def _before_experts(module: nn.Module, args: tuple[Any, ...]) -> None:
     _, index, weights = args
-    module.__dict__[_ATTRIBUTE].see_routing(index, weights)
+    control = getattr(module, _ATTRIBUTE)
+    if control.counts or control.observed:
+        _see_routing(control, index, weights)
 
 
 @_uncompiled
+def _see_routing(control: LayerControl, index: torch.Tensor, weights: torch.Tensor) -> None:
+    control.see_routing(index, weights)
+
+
 def experts_forward(
     module: Any,
     hidden_states: torch.Tensor,
@@ -177,18 +204,53 @@ def experts_forward(
     """The experts implementation `allocmoe`.
 
     Under a plan it runs the pairs that the plan keeps. Without one it runs every pair whose expert
-    id is in range, so that `num_experts` may stand for "no expert".
+    id is in range, so that `num_experts` may stand for "no expert". A module that has the fused
+    kernel uses it, others run in plain torch.
     """
-    control: LayerControl | None = module.__dict__.get(_ATTRIBUTE)
-    num_tokens = hidden_states.shape[0]
-    if control is None:
-        keep = top_k_index < module.num_experts
-        pairs = compact(top_k_index, top_k_weights, keep)
-    elif not control.masks:
+    control: LayerControl | None = getattr(module, _ATTRIBUTE, None)
+    if control is not None and not control.masks and control.stock_implementation != IMPLEMENTATION:
         name = control.stock_implementation or "eager"
         stock: Any = ALL_EXPERTS_FUNCTIONS.get_interface(name, type(module).forward.__wrapped__)
         out: torch.Tensor = stock(module, hidden_states, top_k_index, top_k_weights)
         return out
+    kernel: Kernel | None = getattr(module, KERNEL, None)
+    if kernel is None or not kernel.takes(module, hidden_states):
+        return _plain_forward(module, hidden_states, top_k_index, top_k_weights)
+    if control is None or not control.masks:
+        return kernel.run(module, hidden_states, top_k_index, top_k_weights)
+    if control.observed:
+        _observe(control, top_k_index, top_k_weights)
+    index, weights = control.select_fused(top_k_index, top_k_weights)
+    if control.counts:
+        _count(control, index)
+    num_pairs = round(control.budget * hidden_states.shape[0])
+    return kernel.run(module, hidden_states, index, weights, num_pairs)
+
+
+@_uncompiled
+def _count(control: LayerControl, index: torch.Tensor) -> None:
+    control.counter.add_kept(index, control.step)
+
+
+@_uncompiled
+def _observe(control: LayerControl, index: torch.Tensor, weights: torch.Tensor) -> None:
+    ranked, _, scores = control.rank(index, weights)
+    control.observe(ranked, scores, control.select(scores))
+
+
+@_uncompiled
+def _plain_forward(
+    module: Any,
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+) -> torch.Tensor:
+    control: LayerControl | None = getattr(module, _ATTRIBUTE, None)
+    num_tokens = hidden_states.shape[0]
+    if control is None or not control.masks:
+        keep = top_k_index < module.num_experts
+        num_kept = None if control is None else keep.numel()
+        pairs = compact(top_k_index, top_k_weights, keep, num_kept)
     else:
         index, weights, scores = control.rank(top_k_index, top_k_weights)
         keep = control.select(scores)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,15 +17,31 @@ class Step:
 
     num_sequences: int = 1
     valid_T: torch.Tensor | None = None
-    # how many tokens are valid, known on the host; None where there is no mask
-    num_valid: int | None = None
+
+    def valid_on(self, device: torch.device) -> torch.Tensor | None:
+        # with device_map the layers may live on other devices than the mask
+        return None if self.valid_T is None else self.valid_T.to(device)
+
+    def count(self, num_tokens: int, device: torch.device) -> torch.Tensor | int:
+        """The tokens that are not padding; a count of a mask stays on the device."""
+        valid = self.valid_on(device)
+        return num_tokens if valid is None else valid.sum()
+
+    @cached_property
+    def num_valid(self) -> int | None:
+        """The same on the host, which waits for it once a step; None where there is no mask."""
+        return None if self.valid_T is None else int(self.valid_T.sum())
+
+
+@dataclass
+class CurrentStep:
+    """The step that the layers are in, shared by all of them."""
+
+    step: Step = Step()
 
 
 def read_step(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step:
-    """The step from the arguments of the decoder's forward.
-
-    With a mask, its count is brought to the host once here, so that no layer has to.
-    """
+    """The step from the arguments of the decoder's forward."""
     tokens = kwargs.get("input_ids")
     if tokens is None:
         tokens = kwargs.get("inputs_embeds")
@@ -36,8 +53,7 @@ def read_step(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step:
     valid = _valid_tokens(mask, kwargs.get("past_key_values"), tokens.shape[1])
     if valid is None:
         return Step(tokens.shape[0])
-    valid = valid.expand(tokens.shape[0], -1).reshape(-1)
-    return Step(tokens.shape[0], valid, int(valid.sum()))
+    return Step(tokens.shape[0], valid.expand(tokens.shape[0], -1).reshape(-1))
 
 
 def _valid_tokens(mask: Any, cache: Any, length: int) -> torch.Tensor | None:

@@ -58,7 +58,7 @@ def _weights(
     return w
 
 
-@triton.jit(do_not_specialize=["num_pairs", "num_blocks"])
+@triton.jit(do_not_specialize=["num_pairs", "num_blocks", "num_columns"])
 def linear_kernel(
     x_ptr,
     w_ptr,
@@ -70,6 +70,7 @@ def linear_kernel(
     table_ptr,
     num_pairs,
     num_blocks,
+    num_columns,
     size_n,
     size_k,
     stride_e,
@@ -78,7 +79,6 @@ def linear_kernel(
     alpha,
     limit,
     shift,
-    K: tl.constexpr,
     UP: tl.constexpr,
     GATED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
@@ -131,7 +131,7 @@ def linear_kernel(
     slot = slot.to(tl.int64)
     expert64 = expert.to(tl.int64)
 
-    x_rows = slot // K if UP else rows
+    x_rows = slot // num_columns if UP else rows
     ks = tl.arange(0, BLOCK_K)
     x_ptrs = x_ptr + x_rows[:, None] * size_k + ks[None, :]
     w_ptr += expert64 * stride_e

@@ -150,9 +150,9 @@ def _linear(
     clamped = not math.isinf(f.limit)
     linear_kernel[(routing.num_blocks * triton.cdiv(size_n, tile.block_n),)](
         x, weight, descriptor, bias, out, routing.index_TK, routing.slot, routing.table,
-        T * K, routing.num_blocks, size_n, size_k, weight.stride(0), stride_n, stride_k,
+        T * K, routing.num_blocks, K, size_n, size_k, weight.stride(0), stride_n, stride_k,
         f.alpha, f.limit if clamped else 0.0, f.shift,
-        K=K, UP=up, GATED=f.gated, INTERLEAVED=interleaved, CLAMPED=clamped,
+        UP=up, GATED=f.gated, INTERLEAVED=interleaved, CLAMPED=clamped,
         ACT=f.function, BIAS=bias is not None, SORTED=routing.table is not None,
         TMA=descriptor is not None, EVEN_K=size_k % tile.block_k == 0,
         PAIRS=triton.next_power_of_2(T * K) if routing.table is None else 0,

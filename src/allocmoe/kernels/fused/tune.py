@@ -42,7 +42,7 @@ def _block_ms(rows_per_expert: float, num_tokens: int) -> list[int]:
 
 def _fits(block_m: int, tile: Tile, factor: int, hopper: bool) -> bool:
     """Whether registers and shared memory hold the tile, and it is large enough to be worth it."""
-    shared = tile.num_stages * 2 * tile.block_k * (block_m + factor * tile.block_n)
+    shared = tile.shared_bytes(block_m, factor)
     accumulators = block_m * tile.block_n * factor // (32 * tile.num_warps)
     enough = accumulators >= 2 and shared >= 24 * 1024
     return enough and shared <= (_SHARED_HOPPER if hopper else _SHARED) and accumulators <= 128

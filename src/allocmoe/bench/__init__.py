@@ -1,0 +1,1 @@
+"""Times prefill and decode of plans against the unmodified model."""

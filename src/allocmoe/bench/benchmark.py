@@ -1,0 +1,124 @@
+"""The speed of plans against the unmodified model, all in one run on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Literal
+
+import torch
+from torch import nn
+
+from allocmoe.artifacts import Benchmark, Plan, Protocol, Speed
+from allocmoe.bench.clock import copy_bandwidth
+from allocmoe.bench.machine import describe_machine
+from allocmoe.bench.measure import UNMODIFIED, Setup
+from allocmoe.errors import AllocMoEError
+from allocmoe.models import MoEModel, inspect_model
+from allocmoe.progress import Progress
+from allocmoe.runtime.hf import use_kernel
+from allocmoe.text import text_from_ids
+
+STOCK = "unmodified, stock"
+AGAIN = "unmodified, again"
+
+
+def benchmark(
+    model: nn.Module,
+    plans: Mapping[str, Plan],
+    *,
+    protocol: Protocol | None = None,
+    experts: Literal["allocmoe", "stock"] = "allocmoe",
+    stock: bool = True,
+    compiled: bool | None = None,
+    graphs: bool | None = None,
+    random_weights: bool = False,
+    command: str | None = None,
+    progress: Progress | None = None,
+) -> Benchmark:
+    """Prefill and decode times of every plan, with the unmodified model as first and last row.
+
+    On CUDA the decode step is `compiled` and the steps are replayed as CUDA `graphs`, unless told
+    otherwise. `experts` chooses what runs the routed experts wherever a plan leaves the choice: our
+    implementation, where its fused kernel can run, or the one of transformers. With the former,
+    `stock` adds a row for the unmodified model as transformers runs it: not compiled, in graphs.
+    """
+    moe = inspect_model(model)
+    for name, plan in plans.items():
+        plan.check_fits(moe.info)
+        if name in (UNMODIFIED, STOCK, AGAIN):
+            raise AllocMoEError(f"a plan cannot be named {name!r}")
+    devices = {parameter.device for parameter in model.parameters()}
+    if len(devices) > 1:
+        raise AllocMoEError("a benchmark runs on one device; this model is spread over several")
+    device = devices.pop()
+    cuda = device.type == "cuda"
+    own, stock = cuda and experts == "allocmoe", cuda and experts == "allocmoe" and stock
+    setup = Setup(
+        moe,
+        device,
+        protocol or Protocol(),
+        compiled=cuda if compiled is None else compiled,
+        graphs=cuda and graphs is not False,
+    )
+    progress = progress or Progress()
+    with torch.cuda.device(device) if cuda else nullcontext():
+        bandwidth = copy_bandwidth(device)
+        with progress.bar("bench", (len(plans) + 2 + stock) * setup.work) as bar:
+            before = [replace(setup, compiled=False).measure(STOCK, None, bar)] if stock else []
+            with _own_experts(moe, own) as fused:
+                if own and not fused:
+                    progress.note("no fused kernel fits this model: transformers runs its experts")
+                first = setup.measure(UNMODIFIED, None, bar)
+                rest = [setup.measure(name, plan, bar) for name, plan in plans.items()]
+                rest.append(setup.measure(AGAIN, None, bar))
+    if setup.graphs and not first.decode.captured:
+        progress.note("the cache of this model slides its window: its steps ran as plain calls")
+    rows = [_against(first, row, bandwidth) for row in (first, *before, *rest)]
+    last = rows[-1]
+    return Benchmark(
+        model=moe.info,
+        text=text_from_ids(setup.prompt_BS(setup.protocol.prompt_lengths[0]), "random tokens").info,
+        protocol=setup.protocol,
+        machine=describe_machine(device),
+        command=command,
+        dtype=str(next(model.parameters()).dtype).removeprefix("torch."),
+        random_weights=random_weights,
+        fused=fused,
+        copy_bytes_per_second=bandwidth,
+        prefill_drift=1 / last.prefill[0].speedup - 1,
+        decode_drift=1 / last.decode.speedup - 1,
+        rows=tuple(rows),
+    )
+
+
+@contextmanager
+def _own_experts(moe: MoEModel, wanted: bool) -> Iterator[bool]:
+    """Our experts implementation for the unmodified model too, where its fused kernel can run."""
+    configs = {id(layer.experts.config): layer.experts.config for layer in moe.layers}.values()
+    before = [(config, config._experts_implementation_internal) for config in configs]
+    try:
+        yield wanted and use_kernel(moe.model)
+    finally:
+        for config, implementation in before:
+            config._experts_implementation_internal = implementation
+
+
+def _against(first: Speed, row: Speed, bandwidth: float) -> Speed:
+    """The row with its speedups over the first one, and its floor at this bandwidth."""
+    floor_ms = 1e3 * row.decode.floor_bytes / bandwidth
+    step_ms = row.decode.step.median_ms
+    return replace(
+        row,
+        prefill=tuple(
+            replace(own, speedup=base.time.median_ms / own.time.median_ms)
+            for base, own in zip(first.prefill, row.prefill, strict=True)
+        ),
+        decode=replace(
+            row.decode,
+            speedup=first.decode.step.median_ms / step_ms,
+            floor_ms=floor_ms,
+            times_floor=step_ms / floor_ms,
+        ),
+    )
