@@ -185,13 +185,16 @@ def test_a_table_gives_the_first_entry_that_reaches() -> None:
     assert table.choose(num_pairs=10**6, num_experts=8) == large
 
 
-@pytest.mark.parametrize("rows", [0.5, 6, 24, 96, 768])
-def test_candidates_differ_and_fit(rows: float) -> None:
-    found = list(tune.candidates(rows, int(rows * 10), gated=True, hopper=True))
+@pytest.mark.parametrize("T", [1, 8, 64, 700, 8192, 100_000])
+@pytest.mark.parametrize("up", [True, False])
+def test_candidates_differ_and_fit(T: int, up: bool) -> None:
+    layout = launch.Layout(Activation("silu"), interleaved=False, transposed=False)
+    problem = tune.Problem(64, 2048, 1408, 6, torch.bfloat16, layout)
+    found = list(problem.candidates(T, True, up))
     assert found
     assert len(set(found)) == len(found)
-    assert all(b.up.shared_bytes(b.block_m, 2) <= 227 * 1024 for b in found)
-    older = list(tune.candidates(rows, int(rows * 10), gated=True, hopper=False))
+    assert all(b.up.shared_bytes(b.block_m, 1 + up) <= 227 * 1024 for b in found)
+    older = list(problem.candidates(T, False, up))
     assert older
     assert not any(b.up.tma for b in older)
 

@@ -27,12 +27,7 @@ BUDGETS = ("50%",)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     common.add_model_arguments(parser, required=False)
-    parser.add_argument(
-        "--shape",
-        metavar="NAME",
-        help="instead of MODEL random weights in the shape of deepseek-v2-lite, qwen1.5-moe or "
-        "olmoe",
-    )
+    common.add_shape_argument(parser)
     parser.add_argument("--layers", type=int, metavar="N", help="only the first N of the shape's")
     parser.add_argument("-o", "--output", metavar="FILE", help="the result as JSON")
     _add_plan_arguments(parser)
@@ -100,8 +95,7 @@ def run(args: argparse.Namespace) -> None:
     from allocmoe.codec import check_writable
     from allocmoe.models import inspect_model
 
-    if (args.model is None) == (args.shape is None):
-        raise AllocMoEError("give a MODEL or a --shape")
+    common.check_model_or_shape(args)
     if args.layers is not None and args.shape is None:
         raise AllocMoEError("--layers goes with a --shape")
     protocol = Protocol(
@@ -112,7 +106,7 @@ def run(args: argparse.Namespace) -> None:
     files = common.plan_names(args.plan or [])
     plans = {name: Plan.load(file) for name, file in files.items()}
     sensitivity = Sensitivity.load(args.sensitivity) if args.sensitivity else None
-    skeleton = _skeleton(args)
+    skeleton = common.load_skeleton(args)
     for plan in plans.values():
         plan.check_fits(skeleton.info)
     _check_methods(args, skeleton, sensitivity)
@@ -168,16 +162,6 @@ def _check_methods(
             raise AllocMoEError(f"the method {method} needs a --sensitivity")
     for budget in args.budgets or BUDGETS:
         parse_budget(budget, skeleton.info.k_orig)
-
-
-def _skeleton(args: argparse.Namespace) -> MoEModel:
-    from allocmoe.models import inspect_model
-    from allocmoe.models.shapes import build_shape
-
-    if args.shape is None:
-        return common.load_skeleton(args)
-    common.begin_work()
-    return inspect_model(build_shape(args.shape, layers=args.layers, device="meta"))
 
 
 def _load(args: argparse.Namespace) -> nn.Module:

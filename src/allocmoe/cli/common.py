@@ -164,11 +164,29 @@ def begin_work() -> None:
         logging.disable_progress_bar()
 
 
+def add_shape_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--shape",
+        metavar="NAME",
+        help="instead of MODEL random weights in the shape of deepseek-v2-lite, qwen1.5-moe or "
+        "olmoe",
+    )
+
+
+def check_model_or_shape(args: argparse.Namespace) -> None:
+    if (args.model is None) == (args.shape is None):
+        raise AllocMoEError("give a MODEL or a --shape")
+
+
 def load_skeleton(args: argparse.Namespace) -> MoEModel:
     """The model without its weights; what cannot be supported is refused here, at no cost."""
     from allocmoe.models import inspect_model, load
+    from allocmoe.models.shapes import build_shape
 
     begin_work()
+    if getattr(args, "shape", None) is not None:
+        layers = getattr(args, "layers", None)
+        return inspect_model(build_shape(args.shape, layers=layers, device="meta"))
     return inspect_model(
         load.load_skeleton(
             args.model, revision=args.revision, trust_remote_code=args.trust_remote_code

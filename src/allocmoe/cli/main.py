@@ -26,6 +26,7 @@ from allocmoe.cli import (
     plan,
     profile,
     report,
+    tune,
 )
 from allocmoe.cli.common import FAILED
 from allocmoe.errors import AllocMoEError
@@ -39,6 +40,7 @@ VERBS = (
     optimize,
     analyze,
     bench,
+    tune,
     report,
     generate,
     inspect,

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from allocmoe.kernels import Layout, read_layout, weights_of
-from allocmoe.kernels.blocks import BlockTable, default_blocks
+from allocmoe.kernels.blocks import BlockTable
+from allocmoe.runtime.blocks import blocks_for
 
 # where a module of the model keeps its kernel
 KERNEL = "_allocmoe_kernel"
@@ -56,7 +57,7 @@ def attach_kernel(module: Any) -> bool:
         layout = read_layout(module) if fits else None
         if layout is None:
             return False
-        module.__dict__[KERNEL] = Kernel(layout, weight.dtype, default_blocks(weight.device))
+        module.__dict__[KERNEL] = Kernel(layout, weight.dtype, blocks_for(weight, layout))
     return True
 
 

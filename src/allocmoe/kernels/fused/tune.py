@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+import multiprocessing
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -12,32 +13,58 @@ from allocmoe.kernels.blocks import Blocks, Tile
 from allocmoe.kernels.fused import launch
 from allocmoe.kernels.layout import Layout, Weights
 
-# shared memory of one program, in bytes, that every device the kernel runs on has
+# shared memory of one program, in bytes, on every device the kernel runs on, and on Hopper
 _SHARED = 99 * 1024
 _SHARED_HOPPER = 227 * 1024
 
 
-def candidates(
-    rows_per_expert: float, num_tokens: int, gated: bool, hopper: bool
-) -> Iterator[Blocks]:
-    """Blocks worth trying where an expert gets so many pairs; both products have the same tile."""
-    for block_m in _block_ms(rows_per_expert, num_tokens):
-        if block_m == 16:
-            grid = itertools.product((16, 32, 64, 128), (64, 128, 256), (1,), (2, 4, 8), (3, 4, 5))
-        elif block_m <= 64:
-            grid = itertools.product((32, 64, 128, 256), (64, 128), (1, 8), (4, 8), (3, 4))
-        else:
-            grid = itertools.product((64, 128, 256), (64,), (8,), (4, 8), (3, 4))
-        for (n, k, group, warps, stages), tma in itertools.product(grid, (False, True)):
-            tile = Tile(n, k, group, warps, stages, tma)
-            if (not tma or hopper) and _fits(block_m, tile, 1 + gated, hopper):
-                yield Blocks(block_m, tile, tile)
+@dataclass(frozen=True)
+class Problem:
+    """A layer of experts, and the columns of its routing."""
+
+    num_experts: int
+    hidden_size: int
+    inner_size: int
+    num_columns: int
+    dtype: torch.dtype
+    layout: Layout
+
+    def weights(self, device: torch.device, num_experts: int | None = None) -> Weights:
+        """Random ones."""
+        E = num_experts or self.num_experts
+        outer = self.inner_size * (1 + self.layout.activation.gated)
+        shapes = [(E, outer, self.hidden_size), (E, self.hidden_size, self.inner_size)]
+        if self.layout.transposed:
+            shapes = [(e, k, n) for e, n, k in shapes]
+        up, down = (torch.empty(s, dtype=self.dtype, device=device).normal_() for s in shapes)
+        return Weights(up, down, None, None)
+
+    def routing(self, num_tokens: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = torch.randn(num_tokens, self.hidden_size, device=device).to(self.dtype)
+        scores = torch.rand(num_tokens, self.num_experts, device=device)
+        return hidden, scores.topk(self.num_columns, dim=1).indices
+
+    def candidates(self, num_tokens: int, hopper: bool, up: bool) -> Iterator[Blocks]:
+        """Blocks worth trying for one of the products; its tile stands in both places."""
+        rows = num_tokens * self.num_columns / self.num_experts
+        factor = 1 + (up and self.layout.activation.gated)
+        for block_m in _block_ms(rows, num_tokens):
+            # (outputs), (inputs), (blocks together), (warps), (stages)
+            grid: tuple[tuple[int, ...], ...] = ((64, 128, 256), (64,), (8,), (4, 8), (3, 4))
+            if block_m == 16:
+                grid = ((32, 64, 128), (128, 256), (1,), (2, 4), (3, 4))
+            elif rows <= 64:
+                grid = ((64, 128), (64, 128), (1,), (4, 8), (3, 4))
+            for *numbers, tma in itertools.product(*grid, (False, True)):
+                tile = Tile(*numbers, bool(tma))
+                if (hopper or not tile.tma) and _fits(block_m, tile, factor, hopper):
+                    yield Blocks(block_m, tile, tile)
 
 
 def _block_ms(rows_per_expert: float, num_tokens: int) -> list[int]:
-    low, high = min(64, rows_per_expert / 4), 2 * rows_per_expert + 16
+    low, high = min(64, rows_per_expert / 2), 2 * rows_per_expert + 16
     sizes = [m for m in (16, 32, 64, 128) if low <= m <= high]
-    return [16] if num_tokens <= 16 else sizes or [128]
+    return [16] if num_tokens <= 16 else sizes
 
 
 def _fits(block_m: int, tile: Tile, factor: int, hopper: bool) -> bool:
@@ -48,39 +75,24 @@ def _fits(block_m: int, tile: Tile, factor: int, hopper: bool) -> bool:
     return enough and shared <= (_SHARED_HOPPER if hopper else _SHARED) and accumulators <= 128
 
 
-def time_product(
-    hidden_TH: torch.Tensor,
-    index_TK: torch.Tensor,
-    weights: Weights,
-    layout: Layout,
-    blocks: Blocks,
-    up: bool,
-    timer: Callable[[Callable[[], object]], float],
-) -> float:
-    """The time of one of the two products, as `timer` measures it; inf where it cannot run."""
-    run = launch.product(hidden_TH, index_TK, weights, layout, blocks, up)
-    try:
-        return timer(run)
-    except Exception:  # a tile that this device or compiler cannot do is none to choose
-        return float("inf")
-
-
 def tune(
-    hidden_TH: torch.Tensor,
-    index_TK: torch.Tensor,
+    problem: Problem,
     weights: Weights,
-    layout: Layout,
+    num_tokens: int,
     timer: Callable[[Callable[[], object]], float],
-    tried: Callable[[], None] = lambda: None,
+    tried: Callable[[], object] = lambda: None,
 ) -> Blocks:
-    """The fastest blocks for this routing: each product's best tile, then the best `block_m`."""
-    T, K = index_TK.shape
-    hopper = torch.cuda.get_device_capability(hidden_TH.device) >= (9, 0)
+    """The fastest blocks for so many tokens: each product's best tile, then the best `block_m`."""
+    device = weights.up.device
+    hidden, index = problem.routing(num_tokens, device)
     best: dict[tuple[int, bool], tuple[float, Tile]] = {}
-    rows = T * K / weights.up.shape[0]
     for up in (True, False):
-        for blocks in candidates(rows, T, up and layout.activation.gated, hopper):
-            took = time_product(hidden_TH, index_TK, weights, layout, blocks, up, timer)
+        for blocks in problem.candidates(num_tokens, is_hopper(device), up):
+            run = launch.product(hidden, index, weights, problem.layout, blocks, up)
+            try:
+                took = timer(run)
+            except Exception:  # a tile that this device or compiler cannot do is none to choose
+                took = float("inf")
             key = (blocks.block_m, up)
             if key not in best or took < best[key][0]:
                 best[key] = (took, blocks.up)
@@ -89,5 +101,44 @@ def tune(
     return Blocks(block_m, best[block_m, True][1], best[block_m, False][1])
 
 
-def use_tile(blocks: Blocks, tile: Tile, up: bool) -> Blocks:
-    return replace(blocks, up=tile) if up else replace(blocks, down=tile)
+def is_hopper(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def compile_all(
+    problem: Problem, tokens: Sequence[int], device: torch.device, workers: int
+) -> Iterator[int]:
+    """Fill Triton's cache on disk from several processes; yields how many kernels are done."""
+    shares = [(problem, tuple(tokens), str(device), n, 8 * workers) for n in range(8 * workers)]
+    with multiprocessing.get_context("spawn").Pool(workers) as pool:
+        yield from pool.imap_unordered(_compile_share, shares)
+
+
+def _compile_share(share: tuple[Problem, tuple[int, ...], str, int, int]) -> int:
+    problem, tokens, name, first, step = share
+    device = torch.device(name)
+    torch.cuda.set_device(device)
+    # the sizes of the experts make the kernel, not their number
+    weights = problem.weights(device, num_experts=1)
+    tasks = _tasks(problem, tokens, device)[first::step]
+    for num_tokens, blocks, up in tasks:
+        hidden, index = problem.routing(min(num_tokens, 64), device)
+        try:
+            launch.product(hidden, index, weights, problem.layout, blocks, up)()
+            torch.cuda.synchronize()
+        except Exception:  # as in `tune`
+            continue
+    return len(tasks)
+
+
+def _tasks(
+    problem: Problem, tokens: Sequence[int], device: torch.device
+) -> list[tuple[int, Blocks, bool]]:
+    """Every kernel once: few tokens make another one than many."""
+    found = {
+        (blocks, up, num_tokens <= 16 and num_tokens): (num_tokens, blocks, up)
+        for num_tokens in tokens
+        for up in (True, False)
+        for blocks in problem.candidates(num_tokens, is_hopper(device), up)
+    }
+    return list(found.values())
