@@ -55,8 +55,10 @@ class Problem:
                 grid = ((32, 64, 128), (128, 256), (1,), (2, 4), (3, 4))
             elif rows <= 64:
                 grid = ((64, 128), (64, 128), (1,), (4, 8), (3, 4))
-            for *numbers, tma in itertools.product(*grid, (False, True)):
-                tile = Tile(*numbers, bool(tma))
+            for (n, k, group, warps, stages), tma in itertools.product(
+                itertools.product(*grid), (False, True)
+            ):
+                tile = Tile(n, k, group, warps, stages, tma)
                 if (hopper or not tile.tma) and _fits(block_m, tile, factor, hopper):
                     yield Blocks(block_m, tile, tile)
 
