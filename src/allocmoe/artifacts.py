@@ -510,9 +510,9 @@ class Speed:
 class Benchmark(Artifact):
     """Speeds of several plans on one model and one machine.
 
-    The first row is the unmodified model, the last one the same again: its drift, `last / first -
-    1`, tells how much of a difference is noise. `fused` says whether the experts implementation
-    `allocmoe` ran its fused kernel.
+    The first row is the unmodified model. It was timed again after all others: the drift, `again /
+    before - 1`, tells how much of a difference is noise. `fused` says whether the experts
+    implementation `allocmoe` ran its fused kernel.
     """
 
     KIND: ClassVar[str] = "allocmoe.benchmark"

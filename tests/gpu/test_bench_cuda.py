@@ -88,7 +88,7 @@ def test_benchmark(experts: Any) -> None:
     protocol = Protocol(batch_size=4, prompt_lengths=(8, 1024), decode_tokens=8, warmups=1, runs=3)
     result = benchmark(model, plans, protocol=protocol, experts=experts, compiled=False)
     stock = ["unmodified, stock"] if experts == "allocmoe" else []
-    names = ["unmodified", *stock, "uniform", "alloc-t", "unmodified, again"]
+    names = ["unmodified", *stock, "uniform", "alloc-t"]
     assert [row.name for row in result.rows] == names
     for row in result.rows:
         assert row.decode.captured

@@ -174,7 +174,6 @@ def speeds(model: ModelInfo = MODEL, name: str = "alloc-moe@6") -> Benchmark:
             speed("unmodified", "unmodified", 10.0, 4.0, 3.0),
             speed(name, "alloc-moe", 8.0, 2.5, 1.5),
             speed("uniform@6", "uniform", 8.0, 3.2, 3.3),
-            speed("unmodified, again", "unmodified", 10.1, 4.0, 3.0),
         ),
         **MADE,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -18,10 +19,10 @@ from allocmoe.errors import AllocMoEError
 from allocmoe.models import MoEModel, inspect_model
 from allocmoe.progress import Progress
 from allocmoe.runtime.hf import use_kernel
+from allocmoe.runtime.kernel import KERNEL
 from allocmoe.text import text_from_ids
 
 STOCK = "unmodified, stock"
-AGAIN = "unmodified, again"
 
 
 def benchmark(
@@ -37,7 +38,7 @@ def benchmark(
     command: str | None = None,
     progress: Progress | None = None,
 ) -> Benchmark:
-    """Prefill and decode times of every plan, with the unmodified model as first and last row.
+    """Prefill and decode times of every plan; the unmodified model is timed before and after.
 
     On CUDA the decode step is `compiled` and the steps are replayed as CUDA `graphs`, unless told
     otherwise. `experts` chooses what runs the routed experts wherever a plan leaves the choice: our
@@ -47,7 +48,7 @@ def benchmark(
     moe = inspect_model(model)
     for name, plan in plans.items():
         plan.check_fits(moe.info)
-        if name in (UNMODIFIED, STOCK, AGAIN):
+        if name in (UNMODIFIED, STOCK):
             raise AllocMoEError(f"a plan cannot be named {name!r}")
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) > 1:
@@ -65,18 +66,28 @@ def benchmark(
     progress = progress or Progress()
     with torch.cuda.device(device) if cuda else nullcontext():
         bandwidth = copy_bandwidth(device)
-        with progress.bar("bench", (len(plans) + 2 + stock) * setup.work) as bar:
-            before = [replace(setup, compiled=False).measure(STOCK, None, bar)] if stock else []
+        again = setup.protocol.warmups + setup.protocol.runs
+        with progress.bar("bench", (len(plans) + 1 + stock) * setup.work + again) as bar:
+            before = [replace(setup, compiled=False).measure(STOCK, None, bar)[0]] if stock else []
+            setup.free()
             with _own_experts(moe, own) as fused:
                 if own and not fused:
                     progress.note("no fused kernel fits this model: transformers runs its experts")
-                first = setup.measure(UNMODIFIED, None, bar)
-                rest = [setup.measure(name, plan, bar) for name, plan in plans.items()]
-                rest.append(setup.measure(AGAIN, None, bar))
+                first, stepper = setup.measure(UNMODIFIED, None, bar)
+                rest = []
+                for name, plan in plans.items():
+                    rest.append(setup.measure(name, plan, bar)[0])
+                    setup.free()
+                steps = setup.protocol.decode_tokens
+                last = setup.time(stepper, steps, lambda: bar.advance(1, "unmodified, again"))
     if setup.graphs and not first.decode.captured:
         progress.note("the cache of this model slides its window: its steps ran as plain calls")
     rows = [_against(first, row, bandwidth) for row in (first, *before, *rest)]
-    last = rows[-1]
+    times = (first.prefill[0].time, first.decode.step)
+    prefill_drift, decode_drift = (
+        statistics.median(after) / timing.median_ms - 1
+        for timing, after in zip(times, last, strict=True)
+    )
     return Benchmark(
         model=moe.info,
         text=text_from_ids(setup.prompt_BS(setup.protocol.prompt_lengths[0]), "random tokens").info,
@@ -87,8 +98,8 @@ def benchmark(
         random_weights=random_weights,
         fused=fused,
         copy_bytes_per_second=bandwidth,
-        prefill_drift=1 / last.prefill[0].speedup - 1,
-        decode_drift=1 / last.decode.speedup - 1,
+        prefill_drift=prefill_drift,
+        decode_drift=decode_drift,
         rows=tuple(rows),
     )
 
@@ -103,6 +114,8 @@ def _own_experts(moe: MoEModel, wanted: bool) -> Iterator[bool]:
     finally:
         for config, implementation in before:
             config._experts_implementation_internal = implementation
+        for layer in moe.layers:
+            layer.experts.__dict__.pop(KERNEL, None)
 
 
 def _against(first: Speed, row: Speed, bandwidth: float) -> Speed:

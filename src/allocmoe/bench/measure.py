@@ -55,8 +55,11 @@ class Setup:
         ids_SB = torch.randint(vocabulary, shape, generator=generator)
         return ids_SB[:length].T.contiguous().to(self.device)
 
-    def measure(self, name: str, plan: Plan | None, bar: Bar) -> Speed:
-        """The speed of one entry; what is relative to other entries is left at 0."""
+    def measure(self, name: str, plan: Plan | None, bar: Bar) -> tuple[Speed, Stepper]:
+        """The speed of one entry, and the steps that were timed at the first prompt length.
+
+        What is relative to other entries is left at 0. `free` what is no longer needed.
+        """
         with self._applied(plan, count=False):
             experts = self.moe.layers[0].experts.config._experts_implementation or "eager"
         first, *others = self.protocol.prompt_lengths
@@ -65,12 +68,13 @@ class Setup:
             bar.advance(1, name)
 
         try:
-            prefill, decode = self._measure_at(first, plan, self.protocol.decode_tokens, done)
+            steps = self.protocol.decode_tokens
+            prefill, decode, stepper = self._measure_at(first, plan, steps, done)
             further = [self._measure_at(length, plan, 0, done)[0] for length in others]
         except AllocMoEError as error:
             raise AllocMoEError(f"{name}: {error}") from error
         assert decode is not None
-        return Speed(
+        speed = Speed(
             name=name,
             method=UNMODIFIED if plan is None else plan.method,
             token="none" if plan is None else plan.token.label,
@@ -79,10 +83,11 @@ class Setup:
             prefill=(prefill, *further),
             decode=decode,
         )
+        return speed, stepper
 
     def _measure_at(
         self, length: int, plan: Plan | None, steps: int, done: Callable[[], None]
-    ) -> tuple[Prefill, Decode | None]:
+    ) -> tuple[Prefill, Decode | None, Stepper]:
         """Prompts of one length, and what follows them if there are steps."""
         with self._applied(plan, count=False) as controller:
             stepper = Stepper(
@@ -93,9 +98,8 @@ class Setup:
                 compiled=self.compiled and steps > 0,
             )
             done()
-            prefill_ms, step_ms = self._time(stepper, steps, done)
+            prefill_ms, step_ms = self.time(stepper, steps, done)
             experts_ms = self._time_experts(stepper, steps, controller) if steps else []
-        stepper.release()
         in_prefill, in_decode = self._count(plan, stepper, steps)
         done()
         prefill = Prefill(
@@ -106,9 +110,8 @@ class Setup:
             realised_per_layer=tuple(layer.mean for layer in in_prefill),
         )
         decode = self._decode(stepper, length, step_ms, experts_ms, in_decode) if steps else None
-        del stepper
-        self._free()
-        return prefill, decode
+        self.free()
+        return prefill, decode, stepper
 
     def _applied(
         self, plan: Plan | None, *, count: bool
@@ -118,7 +121,7 @@ class Setup:
         # the unmodified model is timed untouched
         return Controller(self.moe, TokenRule()) if count else nullcontext()
 
-    def _time(
+    def time(
         self, stepper: Stepper, steps: int, done: Callable[[], None]
     ) -> tuple[list[float], list[float]]:
         """Milliseconds of the prefill, and of a decode step, in every timed run."""
@@ -213,8 +216,8 @@ class Setup:
             times_floor=0.0,
         )
 
-    def _free(self) -> None:
-        """Give graphs and compiled code back before the next ones come."""
+    def free(self) -> None:
+        """Give back the compiled code, and the graphs that nobody holds any more."""
         torch._dynamo.reset()
         gc.collect()
         if self.device.type == "cuda":

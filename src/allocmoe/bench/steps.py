@@ -76,10 +76,6 @@ class Stepper:
     def reset(self) -> None:
         self.cache.reset()
 
-    def release(self) -> None:
-        """Let go of graphs and compiled code; the steps are plain calls from here on."""
-        self.prefill, self.decode_step = self.plain_prefill, self.plain_decode_step
-
     def plain_prefill(self) -> None:
         self._advance(self._model, self._prompt_BS)
 

@@ -45,6 +45,8 @@ def run(args: argparse.Namespace) -> None:
     device = to_device(args.device)
     if device is None:
         raise AllocMoEError("tuning takes one device: cuda or cuda:N")
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
     tuned = tune_model(
         common.load_skeleton(args),
         device,

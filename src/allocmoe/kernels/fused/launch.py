@@ -22,8 +22,10 @@ from allocmoe.kernels.layout import Activation, Layout, Weights
 _CHUNK = 2048
 # tokens up to which nothing is sorted
 _FEW = 16
-# a pool of so many padded pairs is decided by one program in one launch
-_POOL = 4096
+# padded pairs of a pool up to which one program decides on it, and up to which counting who stands
+# before whom is quicker than radix selection
+_POOL = 256
+_STANDING = 8192
 _NO_ACTIVATION = Activation("none", gated=False)
 
 
@@ -203,29 +205,39 @@ def launch_select(
         K=K, KP=KP, EP=EP, SCORE=score, BIAS_ON=bias_on, VALID=valid_T is not None
     )
     # a tile of logits that registers hold
-    tile = max(1, min(64, 8192 // EP, triton.next_power_of_2(T)))
+    tile = max(1, min(32, 4096 // EP, triton.next_power_of_2(T)))
     tokens = T // num_pools if rule == "pool" else T
-    cut = None
+    cut = keys = None
+    chunk = 256
     programs = triton.cdiv(tokens, tile)
     if rule == "pool":
         whole = triton.next_power_of_2(tokens)
-        if whole * KP <= _POOL and whole * EP <= 32768:
+        if whole * KP <= _POOL and whole * EP <= 8192:
             tile, programs = whole, num_pools
         else:
-            rule, programs = "cut", num_pools * programs
-            keys = torch.empty(T * K, dtype=torch.int32, device=index.device)
-            counts = torch.zeros(num_pools, HISTOGRAM, dtype=torch.int32, device=index.device)
-            cut = torch.empty(num_pools, 2, dtype=torch.int32, device=index.device)
+            rule = "standing" if tokens * KP <= _STANDING else "cut"
+            # a program counts for few pairs, so that there are many programs
+            tile = min(tile, 8) if rule == "standing" else tile
+            programs = num_pools * triton.cdiv(tokens, tile)
+            new = partial(torch.empty, dtype=torch.int32, device=index.device)
+            keys = new(T * K)
+            counts = None
+            if rule == "cut":
+                counts = torch.zeros(num_pools, HISTOGRAM, dtype=torch.int32, device=index.device)
             keys_kernel[(programs,)](
-                *inputs, keys, counts, tokens, num_experts, base, TOKENS=tile, **shape, num_warps=4
-            )
-            cut_kernel[(num_pools,)](
-                keys, counts, valid_T, params, cut, tokens, base, K,
-                CHUNK=8192, VALID=valid_T is not None, num_warps=16,
+                *inputs, keys, counts, tokens, num_experts, base,
+                TOKENS=tile, COUNT=counts is not None, **shape, num_warps=4,
             )  # fmt: skip
-    warps = 4 if tile * max(KP, EP) <= 8192 else 8
+            if rule == "cut":
+                cut = new(num_pools, 2)
+                chunk = min(32768, triton.next_power_of_2(tokens * K))
+                cut_kernel[(num_pools,)](
+                    keys, counts, valid_T, params, cut, tokens, base, K,
+                    CHUNK=chunk, VALID=valid_T is not None, num_warps=32,
+                )  # fmt: skip
     select_kernel[(programs,)](
-        *inputs, params, cut, out_index, out_weights, tokens, num_experts, base, renormalise_over,
-        TOKENS=tile, RULE=rule, RENORMALISE=renormalise, **shape, num_warps=warps,
+        *inputs, params, cut, keys, out_index, out_weights, tokens, num_experts, base,
+        renormalise_over, TOKENS=tile, CHUNK=chunk, RULE=rule, RENORMALISE=renormalise, **shape,
+        num_warps=8 if rule == "pool" and tile * KP > 128 else 4,
     )  # fmt: skip
     return out_index, out_weights

@@ -5,9 +5,11 @@
     keep[t, k]  what the rule says; `routing` defines each rule
     out         index[t, k] where kept, else num_experts; weight[t, k], renormalised where asked
 
-Columns stay where the router put them. A pool of Alloc-T that fits in one program takes one launch;
-a larger one takes three: scores in, the pool's cut by radix selection, pairs out. The cut is a key
-and a place: kept is what lies above the key, and what lies on it up to the place.
+Columns stay where the router put them. A small pool of Alloc-T takes one launch of one program
+(`pool`). A larger one takes two: the keys of all pairs, then each program counts how many stand
+before its own (`standing`). The largest take three: the keys, the pool's cut by radix selection,
+the pairs (`cut`). A cut is a key and a place: kept is what lies above the key, and what lies on it
+before the place.
 
 Shape legend: T tokens, K columns, E experts, P pools.
 """
@@ -145,6 +147,7 @@ def select_kernel(
     valid_ptr,
     params_ptr,
     cut_ptr,
+    key_ptr,
     out_index_ptr,
     out_weight_ptr,
     num_tokens,
@@ -155,20 +158,22 @@ def select_kernel(
     KP: tl.constexpr,
     EP: tl.constexpr,
     TOKENS: tl.constexpr,
+    CHUNK: tl.constexpr,
     RULE: tl.constexpr,
     SCORE: tl.constexpr,
     BIAS_ON: tl.constexpr,
     VALID: tl.constexpr,
     RENORMALISE: tl.constexpr,
 ):
-    """One launch: a program decides on TOKENS tokens, or (`pool`) on a whole pool of num_tokens.
+    """A program decides on TOKENS tokens, which for `pool` are a whole pool.
 
-    RULE: `top_k`, `threshold`, `naee`, `dynamic-moe`, `pool`, or `cut`, which takes the cuts of
-    larger pools from `cut_ptr`. params: the layer's budget and its threshold, in float64.
+    RULE: `top_k`, `threshold`, `naee`, `dynamic-moe`, or for Alloc-T `pool`, `standing` (reads
+    `key_ptr`) or `cut` (reads `cut_ptr`). params: the layer's budget and threshold, in float64.
     """
     program = tl.program_id(0)
     t = tl.arange(0, TOKENS)
-    if RULE == "pool" or RULE == "cut":
+    POOLED: tl.constexpr = RULE == "pool" or RULE == "standing" or RULE == "cut"
+    if POOLED:
         # num_tokens are those of a pool; the programs of a pool follow one another
         per_pool = tl.cdiv(num_tokens, TOKENS)
         pool = program // per_pool
@@ -193,7 +198,7 @@ def select_kernel(
         before = (rank[:, None, :] < rank[:, :, None]).to(tl.float64)
         mass = tl.sum(before * score.to(tl.float64)[:, None, :], 2)
         keep = mass <= tl.load(params_ptr + 1)
-    elif RULE == "pool" or RULE == "cut":
+    elif POOLED:
         key = _keys(score, rank, valid, base, K)
         place = in_pool[:, None] * K + rank
         if RULE == "cut":
@@ -201,15 +206,22 @@ def select_kernel(
             last = tl.load(cut_ptr + pool * 2 + 1)
             keep = keep | (key > cut) | ((key == cut) & (place < last))
         else:
-            extra = _extra(params_ptr, tl.sum(valid.to(tl.int32), 0), base)
-            if TOKENS * KP <= 256:
-                keep = keep | (_standing(key, place, TOKENS * KP, TOKENS, KP) < extra)
+            N: tl.constexpr = TOKENS * KP
+            own = tl.reshape(key, (N,))
+            at = tl.reshape(place, (N,))
+            if RULE == "pool":
+                num_valid = tl.sum(valid.to(tl.int32), 0)
+                before = _before(own, at, own, at)
             else:
-                cut = _search(key, extra)
-                above = tl.sum((key > cut).to(tl.int32))
-                # of those on the cut the first ones in the order of tokens, then of ranks
-                last = _search_place(key == cut, place, extra - above, TOKENS * KP)
-                keep = keep | (key > cut) | ((key == cut) & (place < last))
+                num_valid = _count_valid(valid_ptr, pool, num_tokens, CHUNK, VALID)
+                before = tl.zeros((N,), dtype=tl.int32)
+                size = num_tokens * K
+                for start in range(0, size, CHUNK):
+                    i = start + tl.arange(0, CHUNK)
+                    keys = tl.load(key_ptr + pool * size + i, mask=i < size, other=_LOWEST)
+                    before += _before(own, at, keys, i)
+            extra = _extra(params_ptr, num_valid, base)
+            keep = keep | tl.reshape(before < extra, (TOKENS, KP))
     keep = keep & valid[:, None] & (rank < K)
     _write(
         out_index_ptr, out_weight_ptr, keep, index, weight, score, rank, tokens, token_mask, E,
@@ -236,8 +248,9 @@ def keys_kernel(
     SCORE: tl.constexpr,
     BIAS_ON: tl.constexpr,
     VALID: tl.constexpr,
+    COUNT: tl.constexpr,
 ):
-    """The keys of a large pool in the order of their places, and how often each first digit is."""
+    """The keys of pools in the order of their places, and (COUNT) how often each first digit is."""
     per_pool = tl.cdiv(num_tokens, TOKENS)
     pool = tl.program_id(0) // per_pool
     in_pool = tl.program_id(0) % per_pool * TOKENS + tl.arange(0, TOKENS)
@@ -249,8 +262,9 @@ def keys_kernel(
     )  # fmt: skip
     key = _keys(score, rank, valid, base, K)
     tl.store(key_ptr + tokens[:, None] * K + rank, key, mask=token_mask[:, None] & (rank < K))
-    digit = (_ordered(key) >> 20).to(tl.int32)
-    tl.atomic_add(histogram_ptr + pool * _HISTOGRAM + digit, 1, mask=key != _LOWEST, sem="relaxed")
+    if COUNT:
+        at = histogram_ptr + pool * _HISTOGRAM + (_ordered(key) >> 20).to(tl.int32)
+        tl.atomic_add(at, 1, mask=key != _LOWEST, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["num_tokens", "base"])
@@ -275,14 +289,7 @@ def cut_kernel(
     third_ptr = second_ptr + _DIGITS
     i = tl.arange(0, CHUNK)
 
-    num_valid = num_tokens
-    if VALID:
-        counted = tl.zeros((CHUNK,), dtype=tl.int32)
-        for start in range(0, num_tokens, CHUNK):
-            here = start + i < num_tokens
-            at = valid_ptr + pool * num_tokens + start + i
-            counted += (tl.load(at, mask=here, other=0) != 0).to(tl.int32)
-        num_valid = tl.sum(counted, 0)
+    num_valid = _count_valid(valid_ptr, pool, num_tokens, CHUNK, VALID)
     need = _extra(params_ptr, num_valid, base)
     high, need, _ = _digit(first_ptr, need, _DIGITS)
     for start in range(0, size, CHUNK):
@@ -334,36 +341,22 @@ def _digit(histogram_ptr, need, DIGITS: tl.constexpr):
 
 
 @triton.jit
-def _standing(key, place, N: tl.constexpr, TOKENS: tl.constexpr, KP: tl.constexpr):
-    """How many of the pool stand before each: a higher key, or the same key at an earlier place."""
-    a = tl.reshape(key, (N,))
-    b = tl.reshape(place, (N,))
-    before = (a[None, :] > a[:, None]) | ((a[None, :] == a[:, None]) & (b[None, :] < b[:, None]))
-    return tl.reshape(tl.sum(before.to(tl.int32), 1), (TOKENS, KP))
+def _before(key, place, keys, places):
+    """How many of `keys` stand before each key: higher, or the same at an earlier place."""
+    higher = keys[None, :] > key[:, None]
+    earlier = (keys[None, :] == key[:, None]) & (places[None, :] < place[:, None])
+    return tl.sum((higher | earlier).to(tl.int32), 1)
 
 
 @triton.jit
-def _search(key, count):
-    """The largest key that at least `count` keys reach, bit by bit from the top."""
-    # in the order of unsigned numbers, where bits can be set one after the other
-    ordered = _ordered(key)
-    cut = tl.full((), 0, tl.uint32)
-    bit = tl.full((), 0x80000000, tl.uint32)
-    for _ in range(32):
-        trial = cut | bit
-        bit = bit >> 1
-        reach = tl.sum((ordered >= trial).to(tl.int32))
-        cut = tl.where(reach >= count, trial, cut)
-    return (cut ^ 0x80000000).to(tl.int32, bitcast=True)
-
-
-@triton.jit
-def _search_place(on, place, count, PLACES: tl.constexpr):
-    """The smallest place before which `count` of those `on` the cut lie."""
-    low = tl.full((), 0, tl.int32)
-    step = tl.full((), PLACES, tl.int32)
-    while step > 0:
-        fewer = tl.sum((on & (place < low + step)).to(tl.int32)) < count
-        low = tl.where(fewer, low + step, low)
-        step = step // 2
-    return low + 1
+def _count_valid(valid_ptr, pool, num_tokens, CHUNK: tl.constexpr, VALID: tl.constexpr):
+    """The tokens of a pool that are not padding."""
+    num_valid = num_tokens
+    if VALID:
+        i = tl.arange(0, CHUNK)
+        counted = tl.zeros((CHUNK,), dtype=tl.int32)
+        for start in range(0, num_tokens, CHUNK):
+            at = valid_ptr + pool * num_tokens + start + i
+            counted += (tl.load(at, mask=start + i < num_tokens, other=0) != 0).to(tl.int32)
+        num_valid = tl.sum(counted, 0)
+    return num_valid
