@@ -28,6 +28,8 @@ LAYOUTS = ["olmoe", "gpt_oss", "nemotron_h", "aria", "hy_v4"]
 BLOCKS = [
     Blocks(16, Tile(32, 32, 1, 4, 2, False), Tile(16, 16, 1, 4, 2, False)),
     Blocks(32, Tile(16, 64, 8, 4, 3, True), Tile(64, 32, 2, 4, 2, True)),
+    # large enough that blocks less than half full are halved
+    Blocks(128, Tile(32, 32, 8, 4, 3, True), Tile(32, 32, 8, 4, 3, False)),
 ]
 
 
@@ -58,7 +60,7 @@ def reference(
 @pytest.mark.parametrize("family", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("blocks", BLOCKS)
-@pytest.mark.parametrize("T", [1, 5, 33, 70])
+@pytest.mark.parametrize("T", [1, 5, 33, 150])
 def test_equals_the_definition(family: str, dtype: torch.dtype, blocks: Blocks, T: int) -> None:
     model = tiny(family).to(DEVICE, dtype)
     layer = inspect_model(model).layers[0]

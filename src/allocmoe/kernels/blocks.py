@@ -66,9 +66,8 @@ class BlockTable:
 # found on an H200 at the experts' shape of DeepSeek-V2-Lite (2048 x 1408), by `tune`
 _DEFAULT = BlockTable(
     (
-        (4.0, Blocks(16, Tile(128, 128, 1, 4, 3, True), Tile(64, 128, 1, 4, 4, True))),
-        (40.0, Blocks(32, Tile(64, 128, 1, 4, 3, True), Tile(64, 128, 1, 4, 4, True))),
-        (250.0, Blocks(64, Tile(128, 64, 8, 8, 4, True), Tile(128, 64, 8, 8, 4, True))),
+        (4.0, Blocks(16, Tile(128, 128, 1, 4, 3, True), Tile(128, 128, 1, 4, 4, True))),
+        (64.0, Blocks(32, Tile(64, 128, 1, 4, 3, True), Tile(128, 128, 1, 4, 3, True))),
         (math.inf, Blocks(128, Tile(128, 64, 8, 8, 4, True), Tile(256, 64, 8, 8, 4, True))),
     )
 )

@@ -58,18 +58,18 @@ def _weights(
     return w
 
 
-@triton.jit(do_not_specialize=["num_pairs", "num_blocks", "num_columns"])
-def linear_kernel(
+@triton.jit
+def _product(
     x_ptr,
     w_ptr,
     w_desc,
     bias_ptr,
     out_ptr,
-    index_ptr,
-    slot_ptr,
-    table_ptr,
-    num_pairs,
-    num_blocks,
+    rows,
+    slot,
+    row_mask,
+    expert,
+    tile,
     num_columns,
     size_n,
     size_k,
@@ -85,48 +85,13 @@ def linear_kernel(
     CLAMPED: tl.constexpr,
     ACT: tl.constexpr,
     BIAS: tl.constexpr,
-    SORTED: tl.constexpr,
     TMA: tl.constexpr,
     EVEN_K: tl.constexpr,
-    PAIRS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
 ):
-    """One of the two products; `size_n` is what comes out, so half the rows of a gated weight.
-
-    UP reads the rows of the tokens and writes the pairs' rows, otherwise it reads the pairs' rows
-    and writes their slots.
-    """
-    pid = tl.program_id(0)
-    num_tiles = tl.cdiv(size_n, BLOCK_N)
-    # GROUP_M blocks go over the tiles together, so that they share the weights in the cache
-    per_group = GROUP_M * num_tiles
-    first = pid // per_group * GROUP_M
-    group = tl.minimum(num_blocks - first, GROUP_M)
-    block = first + pid % per_group % group
-    tile = pid % per_group // group
-
-    m = tl.arange(0, BLOCK_M)
-    if SORTED:
-        expert = tl.load(table_ptr + block * 3)
-        if expert < 0:
-            return
-        rows = tl.load(table_ptr + block * 3 + 1) + m
-        row_mask = rows < tl.load(table_ptr + block * 3 + 2)
-        slot = tl.load(slot_ptr + rows, mask=row_mask, other=0)
-    else:
-        expert = block
-        i = tl.arange(0, PAIRS)
-        mine = (tl.load(index_ptr + i, mask=i < num_pairs, other=-1) == expert).to(tl.int32)
-        count = tl.sum(mine, 0)
-        if count == 0:
-            return
-        place = tl.where(mine == 1, tl.cumsum(mine, 0) - 1, -1)
-        slot = tl.sum(tl.where(place[None, :] == m[:, None], i[None, :], 0), 1)
-        rows = slot
-        row_mask = m < count
+    """BLOCK_N outputs of up to BLOCK_M pairs of one expert."""
     rows = rows.to(tl.int64)
     slot = slot.to(tl.int64)
     expert64 = expert.to(tl.int64)
@@ -199,6 +164,96 @@ def linear_kernel(
     out_rows = rows if UP else slot
     out_ptrs = out_ptr + out_rows[:, None] * size_n + n[None, :]
     tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=row_mask[:, None] & n_mask[None, :])
+
+
+@triton.jit(do_not_specialize=["num_pairs", "num_blocks", "num_columns"])
+def linear_kernel(
+    x_ptr,
+    w_ptr,
+    w_desc,
+    bias_ptr,
+    out_ptr,
+    index_ptr,
+    slot_ptr,
+    table_ptr,
+    num_pairs,
+    num_blocks,
+    num_columns,
+    size_n,
+    size_k,
+    stride_e,
+    stride_n,
+    stride_k,
+    alpha,
+    limit,
+    shift,
+    UP: tl.constexpr,
+    GATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    CLAMPED: tl.constexpr,
+    ACT: tl.constexpr,
+    BIAS: tl.constexpr,
+    SORTED: tl.constexpr,
+    TAILS: tl.constexpr,
+    TMA: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+):
+    """One of the two products; `size_n` is what comes out, so half the rows of a gated weight.
+
+    UP reads the rows of the tokens and writes the pairs' rows, otherwise it reads the pairs' rows
+    and writes their slots.
+    """
+    pid = tl.program_id(0)
+    num_tiles = tl.cdiv(size_n, BLOCK_N)
+    # GROUP_M blocks go over the tiles together, so that they share the weights in the cache
+    per_group = GROUP_M * num_tiles
+    first = pid // per_group * GROUP_M
+    group = tl.minimum(num_blocks - first, GROUP_M)
+    block = first + pid % per_group % group
+    tile = pid % per_group // group
+
+    if SORTED:
+        expert = tl.load(table_ptr + block * 3)
+        if expert < 0:
+            return
+        start = tl.load(table_ptr + block * 3 + 1)
+        end = tl.load(table_ptr + block * 3 + 2)
+        # an expert's last block is often less than half full: then half the arithmetic does
+        if TAILS and end - start <= BLOCK_M // 2:
+            rows = start + tl.arange(0, BLOCK_M // 2)
+            slot = tl.load(slot_ptr + rows, mask=rows < end, other=0)
+            _product(
+                x_ptr, w_ptr, w_desc, bias_ptr, out_ptr, rows, slot, rows < end, expert, tile,
+                num_columns, size_n, size_k, stride_e, stride_n, stride_k, alpha, limit, shift,
+                UP, GATED, INTERLEAVED, CLAMPED, ACT, BIAS, TMA, EVEN_K,
+                BLOCK_M // 2, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
+            return
+        rows = start + tl.arange(0, BLOCK_M)
+        row_mask = rows < end
+        slot = tl.load(slot_ptr + rows, mask=row_mask, other=0)
+    else:
+        expert = block
+        i = tl.arange(0, PAIRS)
+        mine = (tl.load(index_ptr + i, mask=i < num_pairs, other=-1) == expert).to(tl.int32)
+        count = tl.sum(mine, 0)
+        if count == 0:
+            return
+        m = tl.arange(0, BLOCK_M)
+        place = tl.where(mine == 1, tl.cumsum(mine, 0) - 1, -1)
+        slot = tl.sum(tl.where(place[None, :] == m[:, None], i[None, :], 0), 1)
+        rows = slot
+        row_mask = m < count
+    _product(
+        x_ptr, w_ptr, w_desc, bias_ptr, out_ptr, rows, slot, row_mask, expert, tile,
+        num_columns, size_n, size_k, stride_e, stride_n, stride_k, alpha, limit, shift,
+        UP, GATED, INTERLEAVED, CLAMPED, ACT, BIAS, TMA, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
 
 
 @triton.jit

@@ -20,6 +20,8 @@ from allocmoe.kernels.layout import Activation, Layout, Weights
 
 # pairs that one program sorts
 _CHUNK = 2048
+# blocks of so many pairs are halved where they are less than half full
+_TAILS = 128
 # tokens up to which nothing is sorted
 _FEW = 16
 # padded pairs of a pool up to which one program decides on it, and up to which counting who stands
@@ -156,6 +158,7 @@ def _linear(
         f.alpha, f.limit if clamped else 0.0, f.shift,
         UP=up, GATED=f.gated, INTERLEAVED=interleaved, CLAMPED=clamped,
         ACT=f.function, BIAS=bias is not None, SORTED=routing.table is not None,
+        TAILS=blocks.block_m >= _TAILS,
         TMA=descriptor is not None, EVEN_K=size_k % tile.block_k == 0,
         PAIRS=triton.next_power_of_2(T * K) if routing.table is None else 0,
         BLOCK_M=blocks.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP_M=tile.group_m,
