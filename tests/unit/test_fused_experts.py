@@ -180,7 +180,7 @@ def test_blocks_survive_as_numbers() -> None:
 
 
 def test_a_table_gives_the_first_entry_that_reaches() -> None:
-    small, large = BLOCKS
+    small, large, _ = BLOCKS
     table = BlockTable(((4.0, small), (100.0, large)))
     assert table.choose(num_pairs=32, num_experts=8) == small
     assert table.choose(num_pairs=33, num_experts=8) == large
