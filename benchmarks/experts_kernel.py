@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +102,7 @@ def measure(
     bytes_us = distinct * expert * 2 / copy * 1e6
     flops_us = T * K * expert * 2 / matmul * 1e6
     floor = max(bytes_us, flops_us)
-    times = {name: graph_time(way, repeats) for name, way in ways.items()}
+    times = dict(zip(ways, graph_times(list(ways.values()), repeats), strict=True))
     row = {
         "tokens": T,
         "k": K,
@@ -144,9 +144,10 @@ def measure_selection(module: Any, T: int, repeats: int) -> dict[str, Any]:
     pairs = 3 * T
     row: dict[str, Any] = {"tokens": T}
     plain_hidden, plain_index, plain_weights, _ = route(T, 3)
-    row["top_3_us"] = graph_time(
-        lambda: kernel.run(module, plain_hidden, plain_index, plain_weights), repeats
-    )
+
+    def plain() -> torch.Tensor:
+        return kernel.run(module, plain_hidden, plain_index, plain_weights)
+
     for rule in ("pool", "threshold"):
         # the score that half of the pairs exceed
         pool = logits.softmax(-1).topk(K_ORIG, dim=-1).values[:, 1:].flatten()
@@ -162,22 +163,27 @@ def measure_selection(module: Any, T: int, repeats: int) -> dict[str, Any]:
         def both(select: Any = select) -> torch.Tensor:
             return kernel.run(module, hidden, *select(), pairs)
 
-        chosen = select()
-        alone = graph_time(lambda: kernel.run(module, hidden, *chosen, pairs), repeats)  # noqa: B023
-        whole = graph_time(both, repeats)
+        selected = select()
+        chosen = selected[0]
+
+        def alone(selected: Any = selected) -> torch.Tensor:
+            return kernel.run(module, hidden, *selected, pairs)
+
+        top, experts, whole = graph_times([plain, alone, both], repeats)
         name = "batch" if rule == "pool" else rule
         row[name] = {
-            "pairs": int((chosen[0] < 64).sum()),
-            "distinct_experts": len(chosen[0][chosen[0] < 64].unique()),
+            "pairs": int((chosen < 64).sum()),
+            "distinct_experts": len(chosen[chosen < 64].unique()),
+            "top_3_us": top,
             "selection_us": graph_time(select, repeats),
-            "experts_us": alone,
+            "experts_us": experts,
             "both_us": whole,
-            "adds_us": round(whole["median"] - alone["median"], 2),
-            "adds": round(whole["median"] / alone["median"] - 1, 4),
+            "adds_us": round(whole["median"] - experts["median"], 2),
+            "adds": round(whole["median"] / experts["median"] - 1, 4),
         }
         print(
-            f"T={T:5d} {name}: {row[name]['pairs']} pairs, experts {alone['median']:.1f} us, with "
-            f"selection {whole['median']:.1f} us, plain top-3 {row['top_3_us']['median']:.1f} us"
+            f"T={T:5d} {name}: {row[name]['pairs']} pairs, experts {experts['median']:.1f} us, "
+            f"with selection {whole['median']:.1f} us, plain top-3 {top['median']:.1f} us"
         )
     return row
 
@@ -197,13 +203,13 @@ def matmul_rate() -> float:
     return 2 * 8192**3 / seconds
 
 
-def event_times(run: Callable[[], Any], repeats: int) -> list[float]:
-    """Milliseconds of each of `repeats` runs, after three that do not count."""
+def event_times(run: Callable[[], Any], repeats: int, warm_ups: int = 3) -> list[float]:
+    """Milliseconds of each of `repeats` runs, after some that do not count."""
     events = [
         (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
         for _ in range(repeats)
     ]
-    for _ in range(3):
+    for _ in range(warm_ups):
         run()
     for begin, end in events:
         begin.record()
@@ -213,8 +219,32 @@ def event_times(run: Callable[[], Any], repeats: int) -> list[float]:
     return [begin.elapsed_time(end) for begin, end in events]
 
 
-def graph_time(run: Callable[[], Any], repeats: int, calls: int = 10) -> dict[str, float]:
-    """Microseconds of a call inside a CUDA graph of ten: median, least and most of the replays."""
+def graph_time(run: Callable[[], Any], repeats: int) -> dict[str, float]:
+    """Microseconds of a call: median, least and most of the replays."""
+    return graph_times([run], repeats)[0]
+
+
+def graph_times(
+    runs: Sequence[Callable[[], Any]], repeats: int, calls: int = 10
+) -> list[dict[str, float]]:
+    """The same for several ways that take turns, so that a change of clocks hits all alike."""
+    graphs = [capture(run, calls) for run in runs]
+    times: list[list[float]] = [[] for _ in runs]
+    for _ in range(repeats):
+        for graph, own in zip(graphs, times, strict=True):
+            own += [1e3 * ms / calls for ms in event_times(graph.replay, 1, warm_ups=1)]
+    return [
+        {
+            "median": round(statistics.median(own), 2),
+            "min": round(min(own), 2),
+            "max": round(max(own), 2),
+        }
+        for own in times
+    ]
+
+
+def capture(run: Callable[[], Any], calls: int) -> torch.cuda.CUDAGraph:
+    """`calls` calls in one CUDA graph."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for _ in range(2):
@@ -224,12 +254,7 @@ def graph_time(run: Callable[[], Any], repeats: int, calls: int = 10) -> dict[st
     with torch.cuda.graph(graph, stream=stream):
         for _ in range(calls):
             run()
-    times = [1e3 * ms / calls for ms in event_times(graph.replay, repeats)]
-    return {
-        "median": round(statistics.median(times), 2),
-        "min": round(min(times), 2),
-        "max": round(max(times), 2),
-    }
+    return graph
 
 
 if __name__ == "__main__":

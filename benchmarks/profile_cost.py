@@ -3,6 +3,8 @@
     python benchmarks/profile_cost.py    # OLMoE-1B-7B with every width an eighth, on the CPU
     python benchmarks/profile_cost.py --device cuda --dtype bfloat16 --hidden 2048 \\
         --expert-width 1024 --vocabulary 50304    # its real size
+    python benchmarks/profile_cost.py --device cuda --shape deepseek-v2-lite --sequences 32 \\
+        --length 512 --batch-size 16    # a public shape, both ways in our fused kernel
 
 Each way runs in a process of its own, in turns, so that its peak memory is its own.
 """
@@ -27,6 +29,7 @@ from transformers import OlmoeConfig, OlmoeForCausalLM
 import allocmoe
 from allocmoe.codec import write_json
 from allocmoe.models import inspect_model
+from allocmoe.models.shapes import build_shape
 from allocmoe.runtime.loss import logits_of, nll_sum, num_predictions
 from allocmoe.text import Text
 
@@ -35,6 +38,7 @@ WAYS = ("walk", "literal")
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", help="a public shape instead of the sizes below")
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--experts", type=int, default=64)
     parser.add_argument("--top-k", type=int, default=8)
@@ -65,11 +69,16 @@ def build(args: argparse.Namespace) -> tuple[Any, Text]:
         max_position_embeddings=max(args.length, 512),
     )
     torch.manual_seed(0)
-    torch.set_default_dtype(getattr(torch, args.dtype))
-    with torch.device(args.device):
-        model = OlmoeForCausalLM(config).eval()
-    torch.set_default_dtype(torch.float32)
-    ids = torch.randint(0, args.vocabulary, (args.sequences, args.length))
+    model: Any
+    if args.shape:
+        model = build_shape(args.shape, device=args.device)
+        allocmoe.use_kernel(model)
+    else:
+        torch.set_default_dtype(getattr(torch, args.dtype))
+        with torch.device(args.device):
+            model = OlmoeForCausalLM(config).eval()
+        torch.set_default_dtype(torch.float32)
+    ids = torch.randint(0, model.config.vocab_size, (args.sequences, args.length))
     return model, allocmoe.text_from_ids(ids, "random tokens")
 
 

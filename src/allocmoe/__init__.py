@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from allocmoe.planning.optimize import optimize
     from allocmoe.planning.solve import solve
     from allocmoe.profiling.profile import profile
-    from allocmoe.runtime.hf import apply
+    from allocmoe.runtime.hf import apply, use_kernel
     from allocmoe.text import load_text, text_from_ids
 
 _HOME = {
@@ -41,6 +41,7 @@ _HOME = {
     "profile": "allocmoe.profiling.profile",
     "solve": "allocmoe.planning.solve",
     "text_from_ids": "allocmoe.text",
+    "use_kernel": "allocmoe.runtime.hf",
 }
 
 __all__ = [
@@ -62,6 +63,7 @@ __all__ = [
     "profile",
     "solve",
     "text_from_ids",
+    "use_kernel",
 ]
 
 

@@ -34,13 +34,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_protocol_arguments(parser)
     group = parser.add_argument_group("how it runs")
     group.add_argument(
-        "--experts",
-        choices=("allocmoe", "stock"),
-        default="allocmoe",
-        help="what runs the experts on a GPU where a plan leaves the choice: our kernel, or "
-        "transformers (default allocmoe)",
-    )
-    group.add_argument(
         "--no-stock",
         action="store_true",
         help="leave out the row of the unmodified model as transformers runs it",
@@ -168,7 +161,7 @@ def _load(args: argparse.Namespace) -> nn.Module:
     from allocmoe.models.shapes import build_shape
 
     if args.shape is None:
-        return common.load_model(args)
+        return common.load_model(args, kernel=False)
     return build_shape(
         args.shape, layers=args.layers, dtype=args.dtype, device=args.device, seed=args.seed
     )

@@ -92,6 +92,13 @@ def add_model_arguments(
         default="auto",
         help="auto (a GPU if there is one), cpu, cuda:N, or spread (over all devices)",
     )
+    group.add_argument(
+        "--experts",
+        choices=("allocmoe", "stock"),
+        default="allocmoe",
+        help="what runs the experts on a GPU where a plan leaves the choice: our fused kernel, or "
+        "transformers (default allocmoe)",
+    )
     group.add_argument("--revision", help="of the hub id: a branch, tag or commit")
     group.add_argument(
         "--trust-remote-code", action="store_true", help="run code that comes with the model"
@@ -194,16 +201,21 @@ def load_skeleton(args: argparse.Namespace) -> MoEModel:
     )
 
 
-def load_model(args: argparse.Namespace) -> nn.Module:
+def load_model(args: argparse.Namespace, *, kernel: bool = True) -> nn.Module:
+    """The model, its experts in our fused kernel where that can run and nobody objects."""
     from allocmoe.models import load
+    from allocmoe.runtime.hf import use_kernel
 
-    return load.load_model(
+    model = load.load_model(
         args.model,
         dtype=args.dtype,
         device=args.device,
         revision=args.revision,
         trust_remote_code=args.trust_remote_code,
     )
+    if kernel and args.experts == "allocmoe":
+        use_kernel(model)
+    return model
 
 
 def load_tokenizer(args: argparse.Namespace) -> Any:

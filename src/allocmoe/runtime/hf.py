@@ -25,6 +25,7 @@ from allocmoe.runtime.kernel import KERNEL, Kernel, attach_kernel
 from allocmoe.runtime.step import CurrentStep, Step, read_step
 
 IMPLEMENTATION = "allocmoe"
+_MODELS = "transformers.models."
 _ATTRIBUTE = "_allocmoe_control"
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -54,10 +55,9 @@ def use_kernel(model: nn.Module) -> bool:
     `model.set_experts_implementation("grouped_mm")` goes back.
     """
     moe = inspect_model(model)
-    _check_common_call(moe)
     if any(layer.experts.__dict__.get(_ATTRIBUTE) is not None for layer in moe.layers):
         raise AllocMoEError("a plan is applied to this model; remove it first")
-    if not all(attach_kernel(layer.experts) for layer in moe.layers):
+    if _other_experts(moe) or not all(attach_kernel(layer.experts) for layer in moe.layers):
         return False
     ExpertsInterface.register(IMPLEMENTATION, experts_forward)
     for layer in moe.layers:
@@ -82,7 +82,12 @@ class Controller:
         if _ATTRIBUTE in moe.decoder.__dict__:
             raise AllocMoEError("a plan is already applied to this model; remove it first")
         if token != TokenRule() or not moe.family.top_k_settable:
-            _check_common_call(moe)
+            other = _other_experts(moe)
+            if other is not None:
+                raise AllocMoEError(
+                    f"the experts of this model are {other}, which takes layer budgets but no "
+                    "token rule: use a method without one, or load the model unquantised"
+                )
         self.moe = moe
         self._current = CurrentStep()
         self.controls = [
@@ -164,15 +169,10 @@ class Controller:
             config._experts_implementation_internal = IMPLEMENTATION
 
 
-def _check_common_call(moe: MoEModel) -> None:
-    """Quantisers may put experts in a model that dispatch on their own."""
-    for layer in moe.layers:
-        kind = type(layer.experts)
-        if not kind.__module__.startswith("transformers.models."):
-            raise AllocMoEError(
-                f"the experts of this model are {kind.__name__}, which takes layer budgets but no "
-                "token rule: use a method without one, or load the model unquantised"
-            )
+def _other_experts(moe: MoEModel) -> str | None:
+    """The name of experts that dispatch on their own; quantisers may put such in a model."""
+    kinds = (type(layer.experts) for layer in moe.layers)
+    return next((k.__name__ for k in kinds if not k.__module__.startswith(_MODELS)), None)
 
 
 def _before_decoder(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

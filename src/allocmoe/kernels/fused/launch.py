@@ -14,7 +14,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from allocmoe.kernels.blocks import Blocks
 from allocmoe.kernels.fused.gemm import linear_kernel, sum_kernel
-from allocmoe.kernels.fused.select import HISTOGRAM, cut_kernel, keys_kernel, select_kernel
+from allocmoe.kernels.fused.select import BINS, DIGITS, digit_kernel, keys_kernel, select_kernel
 from allocmoe.kernels.fused.sort import count_kernel, sort_kernel
 from allocmoe.kernels.layout import Activation, Layout, Weights
 
@@ -210,7 +210,7 @@ def launch_select(
     # a tile of logits that registers hold
     tile = max(1, min(32, 4096 // EP, triton.next_power_of_2(T)))
     tokens = T // num_pools if rule == "pool" else T
-    cut = keys = None
+    keys = histogram = None
     chunk = 256
     programs = triton.cdiv(tokens, tile)
     if rule == "pool":
@@ -220,26 +220,23 @@ def launch_select(
         else:
             rule = "standing" if tokens * KP <= _STANDING else "cut"
             # a program counts for few pairs, so that there are many programs
-            tile = min(tile, 8) if rule == "standing" else tile
+            tile = min(tile, 8 if rule == "standing" else 16)
+            chunk = 256 if rule == "standing" else 1024
             programs = num_pools * triton.cdiv(tokens, tile)
-            new = partial(torch.empty, dtype=torch.int32, device=index.device)
-            keys = new(T * K)
-            counts = None
+            keys = torch.empty(T * K, dtype=torch.int32, device=index.device)
             if rule == "cut":
-                counts = torch.zeros(num_pools, HISTOGRAM, dtype=torch.int32, device=index.device)
+                histogram = keys.new_zeros(num_pools, DIGITS, BINS)
             keys_kernel[(programs,)](
-                *inputs, keys, counts, tokens, num_experts, base,
-                TOKENS=tile, COUNT=counts is not None, **shape, num_warps=4,
+                *inputs, keys, histogram, tokens, num_experts, base,
+                TOKENS=tile, COUNT=histogram is not None, **shape, num_warps=4,
             )  # fmt: skip
-            if rule == "cut":
-                cut = new(num_pools, 2)
-                chunk = min(32768, triton.next_power_of_2(tokens * K))
-                cut_kernel[(num_pools,)](
-                    keys, counts, valid_T, params, cut, tokens, base, K,
-                    CHUNK=chunk, VALID=valid_T is not None, num_warps=32,
+            for level in range(1, DIGITS if rule == "cut" else 0):
+                digit_kernel[(num_pools * triton.cdiv(tokens * K, chunk),)](
+                    keys, histogram, valid_T, params, tokens, base, K,
+                    CHUNK=chunk, VALID=valid_T is not None, LEVEL=level, num_warps=4,
                 )  # fmt: skip
     select_kernel[(programs,)](
-        *inputs, params, cut, keys, out_index, out_weights, tokens, num_experts, base,
+        *inputs, params, histogram, keys, out_index, out_weights, tokens, num_experts, base,
         renormalise_over, TOKENS=tile, CHUNK=chunk, RULE=rule, RENORMALISE=renormalise, **shape,
         num_warps=8 if rule == "pool" and tile * KP > 128 else 4,
     )  # fmt: skip

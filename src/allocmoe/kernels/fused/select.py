@@ -7,9 +7,9 @@
 
 Columns stay where the router put them. A small pool of Alloc-T takes one launch of one program
 (`pool`). A larger one takes two: the keys of all pairs, then each program counts how many stand
-before its own (`standing`). The largest take three: the keys, the pool's cut by radix selection,
-the pairs (`cut`). A cut is a key and a place: kept is what lies above the key, and what lies on it
-before the place.
+before its own (`standing`). The largest find the pool's cut by radix selection (`cut`): the keys
+and how often each first digit occurs, one launch for each further digit, then the pairs: kept is
+what lies above the cut, and of what lies on it the first ones.
 
 Shape legend: T tokens, K columns, E experts, P pools.
 """
@@ -21,11 +21,11 @@ import triton.language as tl
 
 # below every score, NaN and -inf included; what is not in the pool has this key
 _LOWEST = tl.constexpr(-2147483648)
-# the digits of a key in radix selection: 12, 12 and 8 bits
-_DIGITS = tl.constexpr(4096)
-_LAST_DIGITS = tl.constexpr(256)
-HISTOGRAM = 4096 + 4096 + 256
-_HISTOGRAM = tl.constexpr(HISTOGRAM)
+# a key has four digits of eight bits; a pool's histograms lie one after the other
+DIGITS = 4
+BINS = 256
+_DIGITS = tl.constexpr(DIGITS)
+_BINS = tl.constexpr(BINS)
 
 
 @triton.jit
@@ -146,7 +146,7 @@ def select_kernel(
     bias_ptr,
     valid_ptr,
     params_ptr,
-    cut_ptr,
+    histogram_ptr,
     key_ptr,
     out_index_ptr,
     out_weight_ptr,
@@ -168,7 +168,8 @@ def select_kernel(
     """A program decides on TOKENS tokens, which for `pool` are a whole pool.
 
     RULE: `top_k`, `threshold`, `naee`, `dynamic-moe`, or for Alloc-T `pool`, `standing` (reads
-    `key_ptr`) or `cut` (reads `cut_ptr`). params: the layer's budget and threshold, in float64.
+    `key_ptr`) or `cut` (reads `histogram_ptr` too). params: the layer's budget and threshold, in
+    float64.
     """
     program = tl.program_id(0)
     t = tl.arange(0, TOKENS)
@@ -201,21 +202,34 @@ def select_kernel(
     elif POOLED:
         key = _keys(score, rank, valid, base, K)
         place = in_pool[:, None] * K + rank
+        N: tl.constexpr = TOKENS * KP
+        own = tl.reshape(key, (N,))
+        at = tl.reshape(place, (N,))
+        size = num_tokens * K
         if RULE == "cut":
-            cut = tl.load(cut_ptr + pool * 2)
-            last = tl.load(cut_ptr + pool * 2 + 1)
-            keep = keep | (key > cut) | ((key == cut) & (place < last))
+            num_valid = _count_valid(valid_ptr, pool, num_tokens, CHUNK, VALID)
+            need = _extra(params_ptr, num_valid, base)
+            cut, need, ties = _descend(histogram_ptr + pool * _DIGITS * _BINS, need, _DIGITS)
+            above = _ordered(own) > cut
+            on = _ordered(own) == cut
+            if ties > need:
+                # those on the cut that other programs have before this one
+                start = program % per_pool * TOKENS * K
+                count = tl.zeros((CHUNK,), dtype=tl.int32)
+                for first in range(0, start, CHUNK):
+                    i = first + tl.arange(0, CHUNK)
+                    keys = tl.load(key_ptr + pool * size + i, mask=i < start, other=_LOWEST)
+                    count += ((_ordered(keys) == cut) & (i < start)).to(tl.int32)
+                earlier = on[None, :] & (at[None, :] < at[:, None])
+                on = on & (tl.sum(count, 0) + tl.sum(earlier.to(tl.int32), 1) < need)
+            keep = keep | tl.reshape(above | on, (TOKENS, KP))
         else:
-            N: tl.constexpr = TOKENS * KP
-            own = tl.reshape(key, (N,))
-            at = tl.reshape(place, (N,))
             if RULE == "pool":
                 num_valid = tl.sum(valid.to(tl.int32), 0)
                 before = _before(own, at, own, at)
             else:
                 num_valid = _count_valid(valid_ptr, pool, num_tokens, CHUNK, VALID)
                 before = tl.zeros((N,), dtype=tl.int32)
-                size = num_tokens * K
                 for start in range(0, size, CHUNK):
                     i = start + tl.arange(0, CHUNK)
                     keys = tl.load(key_ptr + pool * size + i, mask=i < size, other=_LOWEST)
@@ -263,62 +277,34 @@ def keys_kernel(
     key = _keys(score, rank, valid, base, K)
     tl.store(key_ptr + tokens[:, None] * K + rank, key, mask=token_mask[:, None] & (rank < K))
     if COUNT:
-        at = histogram_ptr + pool * _HISTOGRAM + (_ordered(key) >> 20).to(tl.int32)
-        tl.atomic_add(at, 1, mask=key != _LOWEST, sem="relaxed")
+        key = tl.reshape(tl.where(token_mask[:, None] & (rank < K), key, _LOWEST), (TOKENS * KP,))
+        _count_digits(histogram_ptr + pool * _DIGITS * _BINS, _ordered(key), 0, 0)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "base"])
-def cut_kernel(
+def digit_kernel(
     key_ptr,
     histogram_ptr,
     valid_ptr,
     params_ptr,
-    cut_ptr,
     num_tokens,
     base,
     K: tl.constexpr,
     CHUNK: tl.constexpr,
     VALID: tl.constexpr,
+    LEVEL: tl.constexpr,
 ):
-    """The cut of a large pool: a digit a pass, then the last place where the cut ties."""
-    pool = tl.program_id(0)
+    """How often each digit at LEVEL occurs among the keys that share the cut's digits before."""
     size = num_tokens * K
-    key_ptr += pool * size
-    first_ptr = histogram_ptr + pool * _HISTOGRAM
-    second_ptr = first_ptr + _DIGITS
-    third_ptr = second_ptr + _DIGITS
-    i = tl.arange(0, CHUNK)
-
+    per_pool = tl.cdiv(size, CHUNK)
+    pool = tl.program_id(0) // per_pool
+    i = tl.program_id(0) % per_pool * CHUNK + tl.arange(0, CHUNK)
+    histogram_ptr += pool * _DIGITS * _BINS
     num_valid = _count_valid(valid_ptr, pool, num_tokens, CHUNK, VALID)
     need = _extra(params_ptr, num_valid, base)
-    high, need, _ = _digit(first_ptr, need, _DIGITS)
-    for start in range(0, size, CHUNK):
-        key = _ordered(tl.load(key_ptr + start + i, mask=start + i < size, other=_LOWEST))
-        on = (key >> 20) == high
-        tl.atomic_add(second_ptr + ((key >> 8) & 0xFFF).to(tl.int32), 1, mask=on, sem="relaxed")
-    tl.debug_barrier()
-    middle, need, _ = _digit(second_ptr, need, _DIGITS)
-    high = (high << 12) | middle
-    for start in range(0, size, CHUNK):
-        key = _ordered(tl.load(key_ptr + start + i, mask=start + i < size, other=_LOWEST))
-        on = (key >> 8) == high
-        tl.atomic_add(third_ptr + (key & 0xFF).to(tl.int32), 1, mask=on, sem="relaxed")
-    tl.debug_barrier()
-    low, need, ties = _digit(third_ptr, need, _LAST_DIGITS)
-    cut = (high << 8) | low
-
-    last = size
-    if ties > need:
-        last = 0
-        seen = 0
-        for start in range(0, size, CHUNK):
-            key = _ordered(tl.load(key_ptr + start + i, mask=start + i < size, other=_LOWEST))
-            on = (key == cut).to(tl.int32)
-            kept = (on == 1) & (seen + tl.cumsum(on, 0) <= need)
-            last = tl.maximum(last, tl.max(tl.where(kept, start + i + 1, 0), 0))
-            seen += tl.sum(on, 0)
-    tl.store(cut_ptr + pool * 2, (cut ^ 0x80000000).to(tl.int32, bitcast=True))
-    tl.store(cut_ptr + pool * 2 + 1, last)
+    prefix, _, _ = _descend(histogram_ptr, need, LEVEL)
+    key = _ordered(tl.load(key_ptr + pool * size + i, mask=i < size, other=_LOWEST))
+    _count_digits(histogram_ptr, key, prefix, LEVEL)
 
 
 @triton.jit
@@ -328,16 +314,35 @@ def _ordered(key):
 
 
 @triton.jit
-def _digit(histogram_ptr, need, DIGITS: tl.constexpr):
-    """The digit in which the `need`-th largest lies, how many of it are needed, how many it has."""
-    d = tl.arange(0, DIGITS)
-    # past the first-level cache, where the atomics do not write
-    count = tl.load(histogram_ptr + d, cache_modifier=".cg")
-    reach = tl.cumsum(count, 0, reverse=True)
-    digit = tl.maximum(tl.sum((reach >= need).to(tl.int32), 0) - 1, 0)
-    has = tl.sum(tl.where(d == digit, count, 0), 0)
-    above = tl.sum(tl.where(d == digit, reach - count, 0), 0)
-    return digit.to(tl.uint32), need - above, has
+def _count_digits(histogram_ptr, ordered, prefix, LEVEL: tl.constexpr):
+    """Add the digits at LEVEL of the keys that begin with `prefix`.
+
+    What is in no pool has the lowest key and is counted too: it lies below whatever is needed.
+    """
+    digit = ((ordered >> (24 - 8 * LEVEL)) & 0xFF).to(tl.int32)
+    if LEVEL == 0:
+        counts = tl.histogram(digit, _BINS)
+    else:
+        counts = tl.histogram(digit, _BINS, mask=(ordered >> (32 - 8 * LEVEL)) == prefix)
+    bins = tl.arange(0, _BINS)
+    tl.atomic_add(histogram_ptr + LEVEL * _BINS + bins, counts, mask=counts > 0, sem="relaxed")
+
+
+@triton.jit
+def _descend(histogram_ptr, need, LEVELS: tl.constexpr):
+    """The first LEVELS digits of the `need`-th largest key, how many with these digits are needed,
+    and how many there are."""
+    bins = tl.arange(0, _BINS)
+    prefix = tl.full((), 0, tl.uint32)
+    has = 0
+    for level in tl.static_range(LEVELS):
+        count = tl.load(histogram_ptr + level * _BINS + bins)
+        reach = tl.cumsum(count, 0, reverse=True)
+        digit = tl.maximum(tl.sum((reach >= need).to(tl.int32), 0) - 1, 0)
+        has = tl.sum(tl.where(bins == digit, count, 0), 0)
+        need -= tl.sum(tl.where(bins == digit, reach - count, 0), 0)
+        prefix = (prefix << 8) | digit.to(tl.uint32)
+    return prefix, need, has
 
 
 @triton.jit
