@@ -134,3 +134,12 @@ def test_a_method_and_a_file_of_one_name(model: Path, plan: Path, tmp_path: Path
     twin = Path(shutil.copy(plan, tmp_path / "uniform@8.json"))
     options = ["--plan", twin, "--methods", "uniform"]
     assert "the same name uniform@8" in fail("bench", model, *QUICK, *options)
+
+
+def test_tune_says_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "CUDA device" in fail("tune", "--shape", "olmoe", "--device", "cpu")
+    assert "give a MODEL or a --shape" in fail("tune")
+    kept = tmp_path / "blocks.json"
+    kept.write_text("{}")
+    monkeypatch.setenv("ALLOCMOE_BLOCKS", str(kept))
+    assert "tune again" in fail("tune", "--shape", "olmoe", "--device", "cpu")
