@@ -47,7 +47,10 @@ class LayerControl:
         *,
         counts: bool = True,
         observe: Observer | None = None,
+        bias: torch.Tensor | None = None,
+        device: torch.device | None = None,
     ) -> None:
+        """`bias` and `device` stand in for those of a layer that is a skeleton."""
         self.layer = layer
         self.counts = counts
         self._observe = observe
@@ -57,7 +60,8 @@ class LayerControl:
         self._current = current or CurrentStep()
         self.stock_implementation: str | None = None
         self.renormalises = _renormalises(layer, family)
-        self._bias = _bias(layer, family)
+        self._bias = _bias(layer, family) if bias is None else bias
+        self.device = device or layer.experts.down_proj.device
         self._logits: torch.Tensor | None = None
         self._params: torch.Tensor | None = None
         if token.renormalise_over is not None and not self.renormalises:
@@ -88,12 +92,11 @@ class LayerControl:
 
     def _write_params(self) -> None:
         """Budget and threshold where the selection kernel reads them, in a captured graph too."""
-        device = self.layer.experts.down_proj.device
-        if not self.may_mask or device.type == "meta":
+        if not self.may_mask or self.device.type == "meta":
             return
         params = torch.tensor([self.budget, self.threshold or 0.0], dtype=torch.float64)
-        if self._params is None or self._params.device != device:
-            self._params = params.to(device)
+        if self._params is None:
+            self._params = params.to(self.device)
         else:
             self._params.copy_(params)
 

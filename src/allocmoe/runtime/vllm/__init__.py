@@ -1,0 +1,1 @@
+"""A plan inside an unmodified vLLM: the only place that imports vllm."""

@@ -1,0 +1,194 @@
+"""vLLM's MoE layer under a plan.
+
+A layer budget is the layer's own smaller top-k, set before vLLM builds its kernels, so that every
+backend runs it as it would run a smaller model. A token rule lets vLLM's router choose all of its
+experts and decides which pairs run. A dropped pair becomes its token's first expert with weight 0:
+shapes stay what they are, no backend has to know, and no expert is loaded that the token does not
+use anyway.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.config import get_current_vllm_config
+from vllm.forward_context import get_forward_context, is_forward_context_available
+from vllm.logger import init_logger
+from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+
+from allocmoe.artifacts import LayerActivity, Plan
+from allocmoe.errors import AllocMoEError
+from allocmoe.models import MoELayer
+from allocmoe.runtime.control import LayerControl
+from allocmoe.runtime.step import CurrentStep, Step
+from allocmoe.runtime.vllm.served import Served, read_settings, serve_plan
+
+logger = init_logger("vllm.allocmoe")
+SERVED = "_allocmoe_served"
+
+
+class PlannedRouter:
+    """vLLM's router of one layer, and after it what the plan says about the layer."""
+
+    def __init__(
+        self, served: Served, layer: MoELayer, moe_config: Any, router: Any, experts: Any
+    ) -> None:
+        self._served = served
+        self._layer = layer
+        self._moe_config, self._router, self._experts = moe_config, router, experts
+        self._device = next(experts.parameters()).device
+        self._current = CurrentStep()
+        self._control: LayerControl | None = None
+        # kept pairs, tokens, distinct experts, forwards: summed on the device
+        self._activity = torch.zeros(4, dtype=torch.int64, device=self._device)
+        self.follow(served.plan)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._router, name)
+
+    def follow(self, plan: Plan) -> None:
+        budget = plan.layer_budgets[self._layer.index]
+        thins = plan.token.rule != "none"
+        k = self._layer.k_orig if thins else int(budget)
+        # the three places where vLLM keeps a layer's top-k
+        self._moe_config.experts_per_token = self._experts.top_k = self._router.top_k = k
+        self._control = None
+        if thins:
+            _check_token_rule(plan, self._moe_config, self._experts)
+            self._control = LayerControl(
+                self._layer,
+                self._served.moe.family,
+                plan.token,
+                self._current,
+                bias=getattr(self._experts, "e_score_correction_bias", None),
+                device=self._device,
+            )
+            self._control.set_budget(budget)
+
+    def select_experts(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        weights, ids = self._router.select_experts(*args, **kwargs)
+        if self._control is not None and self._control.masks:
+            logits = kwargs["router_logits"] if "router_logits" in kwargs else args[1]
+            return self._thin(self._control, logits, weights, ids)
+        if self._served.counts:
+            self._count(ids, torch.ones_like(ids, dtype=torch.bool))
+        return weights, ids
+
+    def _thin(
+        self,
+        control: LayerControl,
+        logits: torch.Tensor,
+        weights: torch.Tensor,
+        ids: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        valid = _valid_tokens(ids)
+        self._current.step = Step(1, valid)
+        control.see_router(logits)
+        # vLLM gives padding no expert, -1
+        index, ranked, scores = control.rank(ids.long().clamp_min(0), weights)
+        keep = control.select(scores)
+        ranked = torch.where(keep, control.reweigh(ranked, scores, keep), 0.0)
+        chosen = torch.where(keep, index, index[:, :1]).to(ids.dtype)
+        if valid is not None:
+            chosen = torch.where(valid[:, None], chosen, ids)
+        self._count(index, keep)
+        return ranked.to(weights.dtype), chosen
+
+    def _count(self, ids: torch.Tensor, keep: torch.Tensor) -> None:
+        valid = _valid_tokens(ids)
+        tokens = ids.shape[0] if valid is None else valid.sum()
+        self._activity[0] += (keep if valid is None else keep & valid[:, None]).sum()
+        self._activity[1] += tokens
+        if self._served.counts:
+            hit = torch.zeros(self._layer.num_experts + 1, dtype=torch.bool, device=ids.device)
+            hit[torch.where(keep, ids.long(), self._layer.num_experts).flatten()] = True
+            self._activity[2] += hit[:-1].sum()
+            self._activity[3] += 1
+
+    def activity(self) -> LayerActivity:
+        pairs, tokens, distinct, forwards = self._activity.tolist()
+        return LayerActivity(
+            tokens=tokens,
+            activations=pairs,
+            padding_activations=0,
+            distinct_experts=distinct,
+            forwards=forwards,
+            distinct_at_positions=0,
+            positions=0,
+        )
+
+    def reset(self) -> None:
+        self._activity.zero_()
+
+
+def _valid_tokens(ids: torch.Tensor) -> torch.Tensor | None:
+    """Which rows are tokens, not what a CUDA graph pads its batch with."""
+    padding = get_forward_context().is_padding if is_forward_context_available() else None
+    return None if padding is None else ~padding[: ids.shape[0]]
+
+
+def _check_token_rule(plan: Plan, moe_config: Any, routed_experts: Any) -> None:
+    parallel = moe_config.moe_parallel_config
+    label = plan.token.label
+    if getattr(parallel, "enable_eplb", False):
+        raise AllocMoEError(
+            f"{label} cannot run with expert load balancing: leave out --enable-eplb"
+        )
+    shared = parallel.dp_size > 1 or parallel.use_ep or getattr(parallel, "pcp_size", 1) > 1
+    if plan.token.scope == "batch" and shared:
+        raise AllocMoEError(
+            f"{label} needs all tokens of a step in one place, which data or expert parallelism "
+            "does not give: use tensor parallelism, or a plan with the scope threshold"
+        )
+    if getattr(routed_experts, "apply_router_weight_on_input", False):
+        raise AllocMoEError(
+            f"{label} cannot drop pairs where weights go on the experts' input: serve a plan "
+            "without a token rule"
+        )
+
+
+class PlannedMoERunner(MoERunner):  # type: ignore[misc]
+    """`MoERunner`, held to a plan where the engine was given one."""
+
+    def __init__(
+        self, layer_name: str, moe_config: Any, router: Any, routed_experts: Any, *args: Any,
+        **kwargs: Any,
+    ) -> None:  # fmt: skip
+        served = served_by(get_current_vllm_config())
+        if served is not None:
+            layer = served.layer(layer_name)
+            router = PlannedRouter(served, layer, moe_config, router, routed_experts)
+            served.runners[layer.index] = router
+        super().__init__(layer_name, moe_config, router, routed_experts, *args, **kwargs)
+
+    def _apply_quant_method(self, *args: Any, **kwargs: Any) -> Any:
+        # known only after the weights are loaded; the engine's own trial run comes here first
+        router = self.router
+        thins = isinstance(router, PlannedRouter) and router._control is not None
+        if thins and self._quant_method.is_monolithic:
+            raise AllocMoEError(
+                "this MoE backend routes inside its kernel, so a token rule cannot act: start vLLM "
+                "with another --moe-backend, or serve a plan without a token rule (alloc-l)"
+            )
+        return super()._apply_quant_method(*args, **kwargs)
+
+
+def served_by(vllm_config: Any) -> Served | None:
+    """The plan of an engine, read once and kept where all of its layers find it."""
+    if SERVED not in vllm_config.__dict__:
+        plan, counts = read_settings(vllm_config.additional_config)
+        served = None
+        if plan is not None:
+            served = serve_plan(plan, vllm_config.model_config.hf_text_config, counts)
+            logger.info(served.summary())
+        vllm_config.__dict__[SERVED] = served
+    found: Served | None = vllm_config.__dict__[SERVED]
+    return found
+
+
+def register_runners() -> None:
+    """vLLM looks its layers up by the name of their class."""
+    if "MoERunner" not in op_registry_oot:
+        PluggableLayer.register_oot(PlannedMoERunner, name="MoERunner")
