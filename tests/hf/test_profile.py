@@ -135,7 +135,7 @@ def test_coarse_and_fractional_grids() -> None:
 def test_never_computes_the_layers_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each decoder layer runs once at its full budget per batch, and then only in its tail runs."""
     model = tiny("olmoe")
-    monkeypatch.setattr("allocmoe.profiling.profile.can_walk", lambda *a: True)
+    monkeypatch.setattr("allocmoe.profiling.measurers.can_walk", lambda *a: True)
     runs = [0] * 4
     for number, layer in enumerate(model.model.layers):
         layer.mlp.register_forward_hook(
@@ -226,7 +226,7 @@ def test_a_loss_that_is_not_finite_is_named() -> None:
 def test_without_a_walk_the_matrix_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny("olmoe")
     walked = allocmoe.profile(model, TEXT, batch_size=2)
-    monkeypatch.setattr("allocmoe.profiling.profile.can_walk", lambda *a: False)
+    monkeypatch.setattr("allocmoe.profiling.measurers.can_walk", lambda *a: False)
     slow = allocmoe.profile(model, TEXT, batch_size=2)
     for a, b in zip(walked.perplexity, slow.perplexity, strict=True):
         assert a == pytest.approx(b, rel=1e-9)

@@ -20,10 +20,9 @@ from allocmoe.artifacts import Context, ContextName, ModelInfo, Sensitivity, Tok
 from allocmoe.codec import check_writable, decode, encode, read_json, write_json
 from allocmoe.errors import AllocMoEError
 from allocmoe.models import MoEModel, inspect_model
+from allocmoe.profiling.measurers import Engine, EngineMeasurer, Measurer, WalkMeasurer
 from allocmoe.profiling.ranks import Ranks, current_ranks
-from allocmoe.profiling.walk import LayerWalk, can_walk
 from allocmoe.progress import Progress
-from allocmoe.runtime.hf import Controller
 from allocmoe.runtime.loss import num_predictions, overflow_hint, perplexity
 from allocmoe.solver import parse_budget, uniform, uniform_mean
 from allocmoe.text import Text
@@ -32,7 +31,7 @@ PARTIAL_KIND: Literal["allocmoe.profile-in-progress"] = "allocmoe.profile-in-pro
 
 
 def profile(
-    model: nn.Module,
+    model: nn.Module | Engine,
     text: Text,
     *,
     context: ContextName = "paper",
@@ -47,13 +46,14 @@ def profile(
 ) -> Sensitivity:
     """Measure how sensitive each MoE layer of `model` is to its number of activations.
 
+    model: a transformers model, or an engine that runs one (`VllmEngine`).
     context: what the other layers do meanwhile; `around` needs the `budget` it is around.
     token: a token rule that is on while measuring (alloc-t in batch or sequence scope).
     ks: the grid of k, each layer's k_orig is added; all whole numbers if not given.
     save_to: where the result goes; finished rows are kept beside it in FILE.partial, and
       `resume` goes on from there, or returns the finished profile in FILE if it is this one.
     """
-    moe = inspect_model(model)
+    moe = inspect_model(model) if isinstance(model, nn.Module) else model.moe
     token = token or TokenRule()
     if token.rule not in ("none", "alloc-t") or token.needs_thresholds:
         raise AllocMoEError(
@@ -64,6 +64,7 @@ def profile(
         raise AllocMoEError(f"batch_size must be 1 or more, not {batch_size}")
     job = _Job(
         moe=moe,
+        dtype=str(model.dtype),
         text=text,
         context=make_context(context, moe.k_orig, budget, token),
         token=token,
@@ -87,7 +88,17 @@ def profile(
             f"{job.partial} holds the rows of an unfinished profile: "
             "go on with --resume, or delete it to start anew"
         )
-    result = job.run(offload)
+    measurer: Measurer
+    if isinstance(model, nn.Module):
+        measurer = WalkMeasurer(moe, text.ids, token, batch_size, job.ranks, offload)
+        if not measurer.walkable:
+            job.progress.note(
+                f"{moe.info.family} layers hand on more than a hidden state: "
+                "every run has to start at the first layer, which takes longer"
+            )
+    else:
+        measurer = EngineMeasurer(model, text.ids, token)
+    result = job.run(measurer)
     if save_to is not None and job.ranks.rank == 0:
         result.save(save_to)
         assert job.partial is not None
@@ -163,6 +174,7 @@ class _Partial:
 @dataclass
 class _Job:
     moe: MoEModel
+    dtype: str
     text: Text
     context: Context
     token: TokenRule
@@ -176,7 +188,7 @@ class _Job:
     rows: list[tuple[float, ...]] = field(default_factory=list)
     seconds: float = 0.0
 
-    def run(self, offload: bool) -> Sensitivity:
+    def run(self, measurer: Measurer) -> Sensitivity:
         began = time.perf_counter()
         earlier = self.seconds
         tokens = self.text.ids.numel()
@@ -185,35 +197,24 @@ class _Job:
             f"layers, {sum(map(len, self.ks))} entries over {tokens} tokens"
             + (f", {len(self.rows)} rows already done" if self.rows else "")
         )
-        walkable = can_walk(self.moe, self.text.ids)
-        if not walkable:
-            self.progress.note(
-                f"{self.moe.info.family} layers hand on more than a hidden state: "
-                "every run has to start at the first layer, which takes longer"
-            )
-        walk = LayerWalk(
-            self.moe, self.text.ids, self.batch_size, ranks=self.ranks, offload=offload
-        )
+        walkable = measurer.walkable
         depth = len(self.moe.decoder_layers)
         full = tuple(float(k) for k in self.moe.k_orig)
-        with (
-            Controller(self.moe, self.token, count=False) as controller,
-            self.progress.bar("profile", self._work(walkable)) as bar,
-        ):
+        with measurer, self.progress.bar("profile", self._work(walkable)) as bar:
             if full not in self.measured:
-                self._measure(walk, controller, full)
+                self._measure(measurer, full)
             bar.advance(depth, "unmodified model")
             for layer in self.moe.layers[len(self.rows) :]:
                 if walkable:
-                    controller.set_budgets(self.context.before)
-                    walk.advance(layer.decoder_index)
+                    measurer.set_budgets(self.context.before)
+                    measurer.advance(layer.decoder_index)
                 row = []
                 for k in self.ks[layer.index]:
                     config = self._config(layer.index, k)
                     # the last run of a row may carry the text to the next row
                     onward = walkable and k == self.ks[layer.index][-1]
                     move_to = self._next_start(layer.index, k) if onward else None
-                    row.append(self._measure(walk, controller, config, move_to))
+                    row.append(self._measure(measurer, config, move_to))
                     bar.advance(
                         depth - layer.decoder_index, f"row {layer.index + 1}/{len(self.ks)}"
                     )
@@ -250,15 +251,11 @@ class _Job:
         return self.moe.layers[layer + 1].decoder_index
 
     def _measure(
-        self,
-        walk: LayerWalk,
-        controller: Controller,
-        config: tuple[float, ...],
-        move_to: int | None = None,
+        self, measurer: Measurer, config: tuple[float, ...], move_to: int | None = None
     ) -> float:
         if config not in self.measured:
-            controller.set_budgets(config)
-            value = perplexity(walk.nll(move_to), num_predictions(self.text.ids))
+            measurer.set_budgets(config)
+            value = perplexity(measurer.nll(move_to), num_predictions(self.text.ids))
             if not math.isfinite(value):
                 raise AllocMoEError(self._not_finite(config, value))
             self.measured[config] = value
@@ -277,7 +274,7 @@ class _Job:
         model = replace(self.moe.info, id="", revision=None)
         settings: dict[str, Any] = encode(
             {
-                "dtype": str(self.moe.model.dtype),
+                "dtype": self.dtype,
                 "model": model,
                 "text": replace(self.text.info, source=""),
                 "context": self.context,

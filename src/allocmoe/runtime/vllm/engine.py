@@ -1,0 +1,123 @@
+"""A vLLM engine to measure with: budgets change while it runs, losses come from prompt logprobs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from allocmoe.artifacts import LayerActivity, Plan, TokenRule
+from allocmoe.codec import decode
+from allocmoe.errors import AllocMoEError
+from allocmoe.models import MoEModel, inspect_model
+from allocmoe.models.load import load_skeleton
+from allocmoe.runtime.vllm.served import KEY
+from allocmoe.runtime.vllm.worker import EXTENSION
+
+
+class VllmEngine:
+    """A model in vLLM, unmodified until it is told to `follow` a plan.
+
+    `options` go to vLLM as they are (`tensor_parallel_size`, `distributed_executor_backend`, ...).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        max_length: int,
+        dtype: str = "auto",
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        try:
+            from vllm import LLM
+        except ImportError as error:
+            raise AllocMoEError(
+                "the engine vllm needs vLLM 0.26 or newer: pip install vllm"
+            ) from error
+        skeleton = load_skeleton(name, revision=revision, trust_remote_code=trust_remote_code)
+        self.moe: MoEModel = inspect_model(skeleton)
+        self.dtype = dtype
+        self._unmodified = _plan(self.moe, self.moe.k_orig, TokenRule())
+        given: dict[str, Any] = dict(
+            model=name,
+            dtype=dtype,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+            skip_tokenizer_init=True,
+            # plans change while the engine runs, which graphs and compiled code would not see
+            enforce_eager=True,
+            enable_prefix_caching=False,
+            # one token more than the prompt, which vLLM always generates
+            max_model_len=max_length + 1,
+            worker_extension_cls=EXTENSION,
+        )
+        config = {KEY: {"plan": self._unmodified.to_json(), "count": True}}
+        extra = dict(options or {})
+        config |= extra.pop("additional_config", {})
+        self._llm = LLM(**given | extra, additional_config=config)
+        # fails here, not after hours, where a layer does not run through the plan
+        self.reset()
+
+    def follow(self, plan: Plan | None) -> None:
+        """Run `plan` from here on, or the unmodified model."""
+        self._llm.collective_rpc("allocmoe_follow", args=((plan or self._unmodified).to_json(),))
+
+    def set_budgets(self, budgets: Any, token: TokenRule) -> None:
+        self.follow(_plan(self.moe, budgets, token))
+
+    def reset(self) -> None:
+        self._llm.collective_rpc("allocmoe_reset")
+
+    def activity(self) -> list[LayerActivity]:
+        """What ran in each MoE layer since the start or the last `reset`."""
+        layers: dict[int, LayerActivity] = {}
+        for worker in self._llm.collective_rpc("allocmoe_status"):
+            for index, data in worker["layers"].items():
+                layers[int(index)] = decode(LayerActivity, data, "a worker's answer")
+        return [layers[index] for index in sorted(layers)]
+
+    def losses(self, ids_NS: torch.Tensor) -> tuple[float, torch.Tensor]:
+        """-sum log p(next token) over all sequences, and the likeliest token at every position
+        that has a next one, `[N, S - 1]`."""
+        from vllm import SamplingParams
+
+        wanted = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=1, detokenize=False)
+        prompts = [{"prompt_token_ids": row} for row in ids_NS.tolist()]
+        total, likeliest = 0.0, []
+        for prompt, out in zip(
+            prompts, self._llm.generate(prompts, wanted, use_tqdm=False), strict=True
+        ):
+            first = []
+            for token, found in zip(
+                prompt["prompt_token_ids"][1:], out.prompt_logprobs[1:], strict=True
+            ):
+                total -= found[token].logprob
+                first.append(next(t for t, entry in found.items() if entry.rank == 1))
+            likeliest.append(first)
+        return total, torch.tensor(likeliest)
+
+    def close(self) -> None:
+        """End the engine's processes."""
+        del self._llm
+
+
+def _plan(moe: MoEModel, budgets: Any, token: TokenRule) -> Plan:
+    total = float(sum(budgets))
+    return Plan(
+        model=moe.info,
+        text=None,
+        method="uniform",
+        layer_budgets=tuple(float(k) for k in budgets),
+        token=token,
+        budget_asked=f"{total:g}",
+        budget=math.ceil(total),
+        budget_used=total,
+        predicted_loss=None,
+        normalisation=None,
+        context=None,
+    )

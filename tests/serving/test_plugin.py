@@ -1,0 +1,185 @@
+"""A plan inside an unmodified vLLM."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
+
+from vllm_runner import FAMILIES, IDS, SAME, engine, model, run
+
+import allocmoe
+from allocmoe.artifacts import Plan
+
+TEXT = allocmoe.text_from_ids(
+    torch.randint(3, 128, (4, 32), generator=torch.Generator().manual_seed(1))
+)
+RULES = ["uniform", "layers", "alloc-t/batch", "alloc-t/threshold", "naee", "dynamic-moe"]
+
+
+def make(family: str, rule: str, budget: str = "50%") -> Plan:
+    loaded = model(family)
+    method, _, scope = rule.partition("/")
+    if rule == "layers":
+        plan = allocmoe.make_plan("uniform", "50%", model=loaded)
+        budgets = [1.0 + i % k for i, k in enumerate(plan.model.k_orig)]
+        used = sum(budgets)
+        return replace(plan, layer_budgets=tuple(budgets), budget=int(used), budget_used=used)
+    options: dict[str, Any] = {"scope": scope} if scope else {}
+    return allocmoe.make_plan(method, budget, model=loaded, text=TEXT, **options)
+
+
+def transformers_logprobs(family: str, plan: Plan, ids: torch.Tensor = IDS) -> torch.Tensor:
+    loaded = model(family)
+    with torch.no_grad(), allocmoe.apply(loaded, plan):
+        logprobs = loaded(ids).logits.log_softmax(-1)
+    return logprobs[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_full_budget_is_stock(family: str, folders: dict[str, Path]) -> None:
+    with engine(folders[family]) as llm:
+        stock = run(llm)
+    for rule in ("uniform", "alloc-t/batch"):
+        with engine(folders[family], make(family, rule, "100%")) as llm:
+            planned = run(llm)
+        assert torch.equal(planned[0], stock[0])
+        assert planned[1] == stock[1]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_uniform_is_the_smaller_config(family: str, folders: dict[str, Path]) -> None:
+    with engine(folders[family], hf_overrides={"num_experts_per_tok": 2}) as llm:
+        smaller = run(llm)
+    with engine(folders[family], make(family, "uniform")) as llm:
+        planned = run(llm)
+    assert torch.equal(planned[0], smaller[0])
+    assert planned[1] == smaller[1]
+
+
+@pytest.mark.parametrize("family", SAME)
+@pytest.mark.parametrize("rule", RULES)
+def test_every_rule_does_what_it_does_in_transformers(
+    family: str, rule: str, folders: dict[str, Path]
+) -> None:
+    plan = make(family, rule)
+    with engine(folders[family], plan) as llm:
+        logprobs, _ = run(llm)
+    expected = transformers_logprobs(family, plan)
+    torch.testing.assert_close(logprobs, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("rule", ["alloc-t/batch", "alloc-t/threshold", "naee"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_runs_is_the_plans_and_no_dropped_expert_is_loaded(
+    family: str, rule: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen at the last place before vLLM's experts, in the first layer, where both see the same."""
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+    original = RoutedExperts.forward_modular
+
+    def watch(
+        self: Any, x: Any, topk_weights: Any, topk_ids: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if len(x) == IDS.numel():
+            seen.append((topk_weights.clone(), topk_ids.clone().long()))
+        return original(self, x, topk_weights, topk_ids, *args, **kwargs)
+
+    plan = make(family, rule)
+    with engine(folders[family], plan) as llm:
+        monkeypatch.setattr(RoutedExperts, "forward_modular", watch)
+        run(llm)
+    weights, ids = seen[0]
+    kept = weights != 0
+    if rule == "alloc-t/batch":
+        assert int(kept.sum()) == round(plan.layer_budgets[0] * IDS.numel())
+    # an expert that stands in for a dropped pair is one its token runs
+    for token in range(len(ids)):
+        assert set(ids[token].tolist()) == set(ids[token][kept[token]].tolist())
+    if family in SAME:
+        expected = first_layer(family, plan)
+        got = torch.zeros_like(expected).scatter_add(1, ids, weights.float())
+        torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-4)
+
+
+def first_layer(family: str, plan: Plan) -> torch.Tensor:
+    """The weights, `[T, E]`, with which the first MoE layer runs in transformers."""
+    loaded = model(family)
+    with torch.no_grad(), allocmoe.apply(loaded, plan) as applied:
+        control = applied.controls[0]
+        seen: list[Any] = []
+        layer = control.layer
+        hook = layer.experts.register_forward_pre_hook(lambda m, args: seen.append(args))
+        loaded(IDS)
+        hook.remove()
+        _, index, weights = seen[0]
+        index, weights, scores = control.rank(index, weights)
+        keep = control.select(scores)
+        weights = torch.where(keep, control.reweigh(weights, scores, keep), 0.0)
+    return torch.zeros(len(index), layer.num_experts).scatter_add(1, index, weights.float())
+
+
+@pytest.mark.parametrize("rule", ["layers", "alloc-t/threshold"])
+def test_company_does_not_matter(rule: str, folders: dict[str, Path]) -> None:
+    with engine(folders["olmoe"], make("olmoe", rule)) as llm:
+        together, tokens = run(llm)
+        for number in range(len(IDS)):
+            alone, own = run(llm, IDS[number : number + 1])
+            assert own == [tokens[number]]
+            assert torch.equal(alone[0], together[number])
+
+
+@pytest.mark.parametrize("rule", ["layers", "alloc-t/batch", "alloc-t/threshold"])
+def test_compiled_is_eager(rule: str, folders: dict[str, Path]) -> None:
+    plan = make("olmoe", rule)
+    with engine(folders["olmoe"], plan, enforce_eager=False) as llm:
+        logprobs, _ = run(llm)
+    torch.testing.assert_close(logprobs, transformers_logprobs("olmoe", plan), atol=1e-4, rtol=0)
+
+
+def test_a_plan_by_file_and_by_variable(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = make("olmoe", "layers")
+    plan.save(tmp_path / "plan.json")
+    with engine(folders["olmoe"], plan) as llm:
+        inline = run(llm)[0]
+    config = {"allocmoe": {"plan": str(tmp_path / "plan.json")}}
+    with engine(folders["olmoe"], additional_config=config) as llm:
+        assert torch.equal(run(llm)[0], inline)
+    monkeypatch.setenv("ALLOCMOE_PLAN", str(tmp_path / "plan.json"))
+    with engine(folders["olmoe"]) as llm:
+        assert torch.equal(run(llm)[0], inline)
+
+
+def test_what_cannot_be_served_stops_the_start(folders: dict[str, Path]) -> None:
+    plan = make("olmoe", "uniform")
+    foreign = make("qwen2_moe", "uniform")
+    broken = {**plan.to_json(), "layer_budgets": [9.0] * 4}
+    sequence = allocmoe.make_plan("alloc-t", "50%", model=model("olmoe"), scope="sequence")
+    cases: list[tuple[Any, str]] = [
+        (foreign.to_json(), "does not fit"),
+        (broken, "outside"),
+        ({"kind": "nothing"}, "kind"),
+        ("no/such/plan.json", "no/such/plan.json"),
+        (json.loads(json.dumps(sequence.to_json())), "sequence scope"),
+    ]
+    for given, message in cases:
+        with (
+            pytest.raises(Exception, match=message),
+            engine(folders["olmoe"], additional_config={"allocmoe": {"plan": given}}),
+        ):
+            pass
+    with (
+        pytest.raises(Exception, match="must be"),
+        engine(folders["olmoe"], additional_config={"allocmoe": {"plam": 1}}),
+    ):
+        pass
