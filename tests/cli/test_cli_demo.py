@@ -46,7 +46,7 @@ def test_demo_leaves_everything_behind(shown: Path) -> None:
 def test_bundled_model_is_small_and_whole() -> None:
     import allocmoe.models.load as load
 
-    folder = Path(load._place("reference"))
+    folder = Path(load.place("reference"))
     files = [folder / name for name in ("model.safetensors", "tokenizer.json")]
     assert sum(file.stat().st_size for file in files) <= 9_000_000
     assert json.loads((folder / "training.json").read_text())["val_bits_per_byte"] < 1.4

@@ -26,6 +26,7 @@ from allocmoe.cli import (
     plan,
     profile,
     report,
+    serve,
     tune,
 )
 from allocmoe.cli.common import FAILED
@@ -43,6 +44,7 @@ VERBS = (
     tune,
     report,
     generate,
+    serve,
     inspect,
     models,
 )
@@ -104,7 +106,10 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     except Exception as error:
         if type(error).__name__ != "OutOfMemoryError":
             raise
-        _fail("out of memory: try a smaller --batch-size or shorter sequences", as_json)
+        _fail(
+            "out of memory: try a smaller --batch-size or --task-batch-size, or shorter sequences",
+            as_json,
+        )
     sys.exit(0)
 
 

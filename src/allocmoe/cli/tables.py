@@ -17,8 +17,10 @@ from allocmoe.artifacts import (
     Quality,
     Sensitivity,
     SweepRow,
+    TaskEvaluation,
     Timing,
 )
+from allocmoe.report.tasks import LEGEND, task_summary, task_title
 
 _COLUMNS = (
     "plan",
@@ -72,7 +74,7 @@ def _cells(row: Quality) -> list[str]:
         f"{row.realised:.2f}",
         f"{row.perplexity:.3f}",
         f"{row.log_rise:+.4f}",
-        f"{row.kl:.4f}",
+        "-" if row.kl is None else f"{row.kl:.4f}",
         f"{row.top1_agreement:.1%}",
         f"{distinct:.2f}",
     ]
@@ -84,6 +86,23 @@ def _winners(rows: Sequence[Quality]) -> set[str]:
         if row.budget not in best or row.perplexity < best[row.budget].perplexity:
             best[row.budget] = row
     return {row.name for row in best.values()} if len(rows) > 2 else set()
+
+
+def task_table(evaluation: TaskEvaluation) -> Table:
+    table = Table(
+        title_justify="left",
+        caption_justify="left",
+        title=f"{evaluation.model.id}: {task_title(evaluation)}",
+        caption=LEGEND,
+        box=box.SIMPLE_HEAD,
+        padding=(0, 0),
+    )
+    columns, rows = task_summary(evaluation)
+    for name in columns:
+        table.add_column(name, justify="left" if name == "plan" else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 def plan_table(plan: Plan) -> Table:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from allocmoe.errors import AllocMoEError
+from allocmoe.errors import AllocMoEError, first_line
 from allocmoe.models.families import REFUSED
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -19,7 +19,7 @@ _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 REFERENCE = "reference"
 
 
-def _place(name: str) -> str:
+def place(name: str) -> str:
     """Where `name` is loaded from: itself, but for the model that comes with the package."""
     if name == REFERENCE and not Path(name).exists():
         return str(Path(__file__).parent.parent / "reference")
@@ -46,7 +46,7 @@ def load_model(
     try:
         load: Any = AutoModelForCausalLM.from_pretrained
         model, report = load(
-            _place(name),
+            place(name),
             config=config,
             dtype=wanted_dtype,
             device_map="auto" if wanted_device is None else None,
@@ -55,7 +55,7 @@ def load_model(
             output_loading_info=True,
         )
     except Exception as error:  # whatever a broken checkpoint makes the libraries raise
-        raise AllocMoEError(f"{name} cannot be loaded: {_first_line(error)}") from error
+        raise AllocMoEError(f"{name} cannot be loaded: {first_line(error)}") from error
     # transformers fills what is missing with random numbers
     lacking = sorted(report["missing_keys"]) or sorted(map(str, report["mismatched_keys"]))
     if lacking:
@@ -79,7 +79,7 @@ def load_skeleton(
             build: Any = AutoModelForCausalLM.from_config
             model: nn.Module = build(config, trust_remote_code=trust_remote_code)
     except (ValueError, RuntimeError) as error:
-        raise AllocMoEError(f"{name} cannot be built: {_first_line(error)}") from error
+        raise AllocMoEError(f"{name} cannot be built: {first_line(error)}") from error
     model.config._name_or_path = name  # type: ignore[union-attr]
     return model.eval()
 
@@ -92,10 +92,10 @@ def load_tokenizer(
     _check_name(name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(
-            _place(name), revision=revision, trust_remote_code=trust_remote_code
+            place(name), revision=revision, trust_remote_code=trust_remote_code
         )
     except (OSError, ValueError, ImportError, KeyError, TypeError) as error:
-        raise AllocMoEError(f"{name} has no usable tokenizer: {_first_line(error)}") from error
+        raise AllocMoEError(f"{name} has no usable tokenizer: {first_line(error)}") from error
     # without tokenizer files transformers makes one up that knows nothing
     if not tokenizer("The quick brown fox").input_ids or len(tokenizer) < 16:
         raise AllocMoEError(
@@ -111,14 +111,14 @@ def _load_config(name: str, revision: str | None, trust_remote_code: bool) -> An
     _check_name(name)
     try:
         config = AutoConfig.from_pretrained(
-            _place(name), revision=revision, trust_remote_code=trust_remote_code
+            place(name), revision=revision, trust_remote_code=trust_remote_code
         )
     except (OSError, ValueError, KeyError) as error:
-        if not Path(_place(name)).is_dir():
+        if not Path(place(name)).is_dir():
             raise AllocMoEError(
-                f"there is no folder {name}, and the hub did not give it: {_first_line(error)}"
+                f"there is no folder {name}, and the hub did not give it: {first_line(error)}"
             ) from error
-        raise AllocMoEError(f"{name} is no model: {_first_line(error)}") from error
+        raise AllocMoEError(f"{name} is no model: {first_line(error)}") from error
     # before gigabytes of weights are read
     family = str(config.model_type).removesuffix("_text")
     if family in REFUSED:
@@ -127,7 +127,7 @@ def _load_config(name: str, revision: str | None, trust_remote_code: bool) -> An
 
 
 def _check_name(name: str) -> None:
-    path = Path(_place(name))
+    path = Path(place(name))
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise AllocMoEError(f"{name} is no model folder: it has no config.json")
@@ -163,8 +163,3 @@ def to_device(name: str) -> torch.device | None:
             "devices here"
         )
     return device
-
-
-def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__

@@ -7,14 +7,22 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from allocmoe.artifacts import ModelInfo
+from allocmoe.artifacts import ModelInfo, TaskEvaluation
 from allocmoe.report.drawing import Plot
 from allocmoe.report.gather import Bundle, Measured, best_within_budget, text_label
 from allocmoe.report.quality import UNMODIFIED, by_budget
 from allocmoe.report.style import CSS, SCRIPT
+from allocmoe.report.tasks import (
+    DETAIL_COLUMNS,
+    LEGEND,
+    task_details,
+    task_summary,
+    task_title,
+)
 
 HEADINGS = {
     "quality": "Quality against budget",
+    "tasks": "Tasks",
     "speed": "Speed",
     "sensitivity": "Sensitivity of the layers",
     "layer budgets": "Layer budgets",
@@ -51,6 +59,12 @@ def make_page(bundle: Bundle, plots: Sequence[Plot], drawings: dict[str, str]) -
     ]
     if results:
         body["results"] = results
+    tasks = [
+        _tasks(f"tasks-{number}", path, evaluation)
+        for number, (path, evaluation) in enumerate(bundle.of(TaskEvaluation), start=1)
+    ]
+    if tasks:
+        body["tasks"] = tasks
     body["provenance"] = [_provenance(bundle)]
     sections = [name for name in HEADINGS if name in body]
     links = "".join(f'<li><a href="#{_slug(n)}">{HEADINGS[n]}</a></li>' for n in sections)
@@ -202,8 +216,7 @@ def _results(identity: str, where: str, rows: Sequence[Measured]) -> str:
         '<p class="note">log rise: of the log-perplexity over the unmodified model, in nats per '
         "token. KL: from the unmodified model. experts: distinct experts that a layer loads "
         "for one decode step. Marked: the best at each budget among the plans that keep to it.</p>"
-        f'\n<p><button type="button" data-copy="{identity}" hidden>Copy the table</button> '
-        f'<span class="note" role="status"></span></p>\n{table}</div>'
+        f"\n{_copy_button(identity)}\n{table}</div>"
     )
 
 
@@ -218,10 +231,28 @@ def _result(row: Measured) -> tuple[str, ...]:
         f"{q.realised:.2f}",
         f"{q.perplexity:.3f}",
         f"{q.log_rise:+.4f}",
-        f"{q.kl:.4f}",
+        "-" if q.kl is None else f"{q.kl:.4f}",
         f"{q.top1_agreement:.1%}",
         f"{distinct:.2f}",
         row.file,
+    )
+
+
+def _tasks(identity: str, path: str, evaluation: TaskEvaluation) -> str:
+    title = f"{task_title(evaluation)} ({path})"
+    details = _table(DETAIL_COLUMNS, task_details(evaluation), f"{title}, every metric")
+    return (
+        f'<div class="card table">\n<h3>{escape(title)}</h3>\n'
+        f'<p class="note">{escape(LEGEND)}</p>\n'
+        f"{_copy_button(identity)}\n{_table(*task_summary(evaluation), title, identity=identity)}"
+        f"<details><summary>Every metric</summary>\n{details}</details>\n</div>"
+    )
+
+
+def _copy_button(identity: str) -> str:
+    return (
+        f'<p><button type="button" data-copy="{identity}" hidden>Copy the table</button> '
+        '<span class="note" role="status"></span></p>'
     )
 
 

@@ -16,6 +16,8 @@ class StatusEndpoint:
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
         self._engine = engine_client
+        # here an engine that does not follow its plan stops the server
+        await self._status()
 
     async def _status(self) -> dict[str, Any]:
         workers = await self._engine.collective_rpc("allocmoe_status")

@@ -41,8 +41,8 @@ class PlannedRouter:
         self._device = next(experts.parameters()).device
         self._current = CurrentStep()
         self._control: LayerControl | None = None
-        # kept pairs, tokens, distinct experts, forwards: summed on the device
-        self._activity = torch.zeros(4, dtype=torch.int64, device=self._device)
+        # kept pairs and tokens, summed on the device
+        self._activity = torch.zeros(2, dtype=torch.int64, device=self._device)
         self.follow(served.plan)
 
     def __getattr__(self, name: str) -> Any:
@@ -101,23 +101,11 @@ class PlannedRouter:
         tokens = ids.shape[0] if valid is None else valid.sum()
         self._activity[0] += (keep if valid is None else keep & valid[:, None]).sum()
         self._activity[1] += tokens
-        if self._served.counts:
-            hit = torch.zeros(self._layer.num_experts + 1, dtype=torch.bool, device=ids.device)
-            hit[torch.where(keep, ids.long(), self._layer.num_experts).flatten()] = True
-            self._activity[2] += hit[:-1].sum()
-            self._activity[3] += 1
 
     def activity(self) -> LayerActivity:
-        pairs, tokens, distinct, forwards = self._activity.tolist()
-        return LayerActivity(
-            tokens=tokens,
-            activations=pairs,
-            padding_activations=0,
-            distinct_experts=distinct,
-            forwards=forwards,
-            distinct_at_positions=0,
-            positions=0,
-        )
+        # which experts a step loads is not counted here: tokens of a step are of no one position
+        pairs, tokens = self._activity.tolist()
+        return LayerActivity(tokens, pairs, 0, 0, 0, 0, 0)
 
     def reset(self) -> None:
         self._activity.zero_()
