@@ -9,11 +9,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from allocmoe.artifacts import Benchmark, Evaluation, Plan, Protocol, Sensitivity, TokenRule
+    from allocmoe.artifacts import (
+        Benchmark,
+        Evaluation,
+        Plan,
+        Protocol,
+        Sensitivity,
+        TaskEvaluation,
+        TokenRule,
+    )
     from allocmoe.bench.benchmark import benchmark
     from allocmoe.errors import AllocMoEError
     from allocmoe.evaluation.analysis import analyze
     from allocmoe.evaluation.quality import evaluate
+    from allocmoe.evaluation.tasks import evaluate_tasks, load_tasks
     from allocmoe.planning.compare import compare
     from allocmoe.planning.methods import make_plan
     from allocmoe.planning.optimize import optimize
@@ -29,12 +38,15 @@ _HOME = {
     "Plan": "allocmoe.artifacts",
     "Protocol": "allocmoe.artifacts",
     "Sensitivity": "allocmoe.artifacts",
+    "TaskEvaluation": "allocmoe.artifacts",
     "TokenRule": "allocmoe.artifacts",
     "analyze": "allocmoe.evaluation.analysis",
     "apply": "allocmoe.runtime.hf",
     "benchmark": "allocmoe.bench.benchmark",
     "compare": "allocmoe.planning.compare",
     "evaluate": "allocmoe.evaluation.quality",
+    "evaluate_tasks": "allocmoe.evaluation.tasks",
+    "load_tasks": "allocmoe.evaluation.tasks",
     "load_text": "allocmoe.text",
     "make_plan": "allocmoe.planning.methods",
     "optimize": "allocmoe.planning.optimize",
@@ -51,12 +63,15 @@ __all__ = [
     "Plan",
     "Protocol",
     "Sensitivity",
+    "TaskEvaluation",
     "TokenRule",
     "analyze",
     "apply",
     "benchmark",
     "compare",
     "evaluate",
+    "evaluate_tasks",
+    "load_tasks",
     "load_text",
     "make_plan",
     "optimize",

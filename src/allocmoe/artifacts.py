@@ -21,6 +21,9 @@ from allocmoe.errors import AllocMoEError
 
 SCHEMA_VERSION = 1
 
+# of a task with several
+MAIN_METRICS = ("acc_norm", "acc", "exact_match")
+
 Rule = Literal["none", "alloc-t", "naee", "dynamic-moe"]
 Scope = Literal["batch", "sequence", "threshold"]
 ContextName = Literal["paper", "single", "around"]
@@ -337,7 +340,8 @@ class Quality:
     budget: float
     perplexity: float
     log_rise: float
-    kl: float
+    # None where the engine tells no whole distributions
+    kl: float | None
     top1_agreement: float
     realised: float
     realised_per_layer: tuple[float, ...]
@@ -352,6 +356,74 @@ class Evaluation(Artifact):
 
     batch_size: int
     rows: tuple[Quality, ...]
+
+
+@dataclass(frozen=True)
+class Score:
+    """One metric of a task; None where lm-eval gives no finite number, or no direction."""
+
+    value: float | None
+    stderr: float | None
+    higher_is_better: bool | None
+
+
+@dataclass(frozen=True)
+class TaskResult:
+    """One plan on one task, or on a group of tasks that lm-eval scores as one.
+
+    `scores` has lm-eval's own names, followed by the filter where a task filters answers
+    (`exact_match,strict-match`). `shots` is None where the tasks of a group differ in it.
+    """
+
+    task: str
+    num_items: int
+    shots: int | None
+    scores: dict[str, Score]
+    realised: float
+    realised_per_layer: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not self.scores:
+            raise AllocMoEError(f"the task {self.task} has no scores")
+
+    @property
+    def main(self) -> str:
+        """The metric that tables show: the usual ones first, else what the task lists first."""
+        known = [n for m in MAIN_METRICS for n in self.scores if n.partition(",")[0] == m]
+        return [*known, *self.scores][0]
+
+
+@dataclass(frozen=True)
+class TaskRow:
+    """One plan on all tasks."""
+
+    name: str
+    method: str
+    token: str
+    budget: float
+    tasks: tuple[TaskResult, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskEvaluation(Artifact):
+    """Scores of several plans on tasks of lm-eval; the first row is the unmodified model.
+
+    `limit` is the number of items that each task was cut to, None if to none.
+    """
+
+    KIND: ClassVar[str] = "allocmoe.task-evaluation"
+
+    batch_size: int
+    limit: int | None
+    rows: tuple[TaskRow, ...]
+
+    def __post_init__(self) -> None:
+        if not self.rows:
+            raise AllocMoEError("rows is empty")
+        asked = [result.task for result in self.rows[0].tasks]
+        for row in self.rows:
+            if [result.task for result in row.tasks] != asked:
+                raise AllocMoEError(f"{row.name} and {self.rows[0].name} ran different tasks")
 
 
 @dataclass(frozen=True)
@@ -542,7 +614,7 @@ class Benchmark(Artifact):
 
 
 KINDS: dict[str, type[Artifact]] = {
-    kind.KIND: kind for kind in (Sensitivity, Plan, Evaluation, Analysis, Benchmark)
+    kind.KIND: kind for kind in (Sensitivity, Plan, Evaluation, TaskEvaluation, Analysis, Benchmark)
 }
 
 

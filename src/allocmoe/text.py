@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from allocmoe.artifacts import TextInfo
-from allocmoe.errors import AllocMoEError
+from allocmoe.errors import AllocMoEError, first_line
 
 # name -> (data set, its configuration, the field with the text, default split, a data file)
 _DATASETS: dict[str, tuple[str, str | None, str, str, str | None]] = {
@@ -161,8 +161,7 @@ def _dataset(name: str, split: str) -> Iterator[str]:
     except AllocMoEError:
         raise
     except Exception as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise AllocMoEError(f"the data set {path} cannot be loaded: {reason}") from error
+        raise AllocMoEError(f"the data set {path} cannot be loaded: {first_line(error)}") from error
 
 
 def _file(path: Path) -> Iterator[str]:

@@ -115,11 +115,11 @@ def test_the_copy_button(opened: Any, clipboard: bool) -> None:
             "Object.defineProperty(navigator, 'clipboard', {value: undefined});"
             "document.execCommand = function () { return false; };"
         )
-    button = opened.find_element("css selector", "button[data-copy]")
+    button = opened.find_element("css selector", "button[data-copy='results-1']")
     opened.execute_script("arguments[0].scrollIntoView({block: 'center'})", button)
     button.click()
-    status = "return document.querySelector('button[data-copy]').nextElementSibling.textContent"
-    told = WebDriverWait(opened, 5).until(lambda driver: driver.execute_script(status))
+    status = "return arguments[0].nextElementSibling.textContent"
+    told = WebDriverWait(opened, 5).until(lambda driver: driver.execute_script(status, button))
     assert told == "Copied." if clipboard else told.startswith("The table is selected")
     if not clipboard:
         selected = opened.execute_script("return String(window.getSelection())")

@@ -26,9 +26,13 @@ from allocmoe.artifacts import (
     Prefill,
     Protocol,
     Quality,
+    Score,
     Sensitivity,
     Speed,
     SweepRow,
+    TaskEvaluation,
+    TaskResult,
+    TaskRow,
     TextInfo,
     Timing,
     TokenRule,
@@ -179,6 +183,26 @@ def speeds(model: ModelInfo = MODEL, name: str = "alloc-moe@6") -> Benchmark:
     )
 
 
+def task_row(name: str, accuracy: float, perplexity: float | None, realised: float) -> TaskRow:
+    scores = {
+        "acc": Score(accuracy, 0.025, True),
+        "exact_match,strict": Score(0.5, None, True),
+    }
+    loss = {"word_perplexity": Score(perplexity, None, False)}
+    share = (realised / 3,) * 3
+    tasks = (
+        TaskResult("arc_easy", 40, 5, scores, realised, share),
+        TaskResult("wikitext", 7, None, loss, realised + 0.25, share),
+    )
+    return TaskRow(name, "alloc-moe", "alloc-t/threshold", 6, tasks)
+
+
+def task_evaluation(model: ModelInfo = MODEL, name: str = "alloc-moe@6") -> TaskEvaluation:
+    rows = (task_row("unmodified", 0.75, 112.5, 12), task_row(name, 0.625, None, 6))
+    made = MADE | {"text": None, "versions": {"lm-eval": "0.4.13"}}
+    return TaskEvaluation(model=model, batch_size=8, limit=40, rows=rows, **made)
+
+
 def fill(folder: Path) -> Path:
     artifacts: dict[str, Artifact] = {
         "compare.json": evaluation(),
@@ -187,6 +211,7 @@ def fill(folder: Path) -> Path:
         "plans/uniform.json": plan(method="uniform"),
         "analysis.json": analysis(),
         "bench.json": speeds(),
+        "tasks.json": task_evaluation(),
     }
     for name, artifact in artifacts.items():
         artifact.save(folder / name)
@@ -209,7 +234,7 @@ def test_every_plot_is_on_the_page_and_beside_it(written: Path) -> None:
     for key in PLOTS:
         assert f'class="card" id="{key}"' in page
     assert page.count('<figure role="img" aria-label="') == len(PLOTS)
-    assert page.count("<details>") == len(PLOTS)
+    assert page.count("<details>") == len(PLOTS) + 1  # and every metric of the tasks
     assert page.count("<svg") == 2 * len(PLOTS)
     files = {path.name for path in (written / "plots").iterdir()}
     assert files == {f"{key}.{kind}" for key in PLOTS for kind in ("svg", "png")}
@@ -252,6 +277,23 @@ def test_captions_and_headlines_come_from_the_numbers(written: Path) -> None:
         assert fact in page
 
 
+def test_tasks_are_tables(written: Path, tmp_path: Path) -> None:
+    page = page_of(written)
+    assert "<h3>Tasks of lm-eval 0.4.13, at most 40 items of each (tasks.json)</h3>" in page
+    assert "arc_easy (acc)</th>" in page
+    assert "wikitext (word_perplexity ↓)</th>" in page
+    base = ("unmodified", "6", "12.00-12.25", "0.7500 ±0.0250", "112.5")
+    plan = ("alloc-moe@6", "6", "6.00-6.25", "0.6250 -0.1250", "-")
+    for cells in (base, plan):
+        assert "".join(f"<td>{cell}</td>" for cell in cells) in re.sub(' class="number"', "", page)
+    # every metric, and none where there is none
+    assert page.count("<td>exact_match,strict</td>") == 2
+    assert "<td>mixed</td>" in page
+    task_evaluation().save(tmp_path / "alone.json")
+    assert write_report(tmp_path).plots == ()
+    assert "Tasks of lm-eval" in page_of(tmp_path)
+
+
 def test_the_same_folder_gives_the_same_bytes(written: Path, tmp_path: Path) -> None:
     write_report(fill(tmp_path / "elsewhere"))
     other = tmp_path / "elsewhere"
@@ -267,6 +309,7 @@ def test_names_are_escaped(tmp_path: Path) -> None:
         tmp_path / "'><b>.json"
     )
     replace(speeds(evil, name=EVIL), command=EVIL).save(tmp_path / "speeds.json")
+    task_evaluation(evil, name=EVIL).save(tmp_path / "tasks.json")
     replace(plan(evil), budget_asked=EVIL).save(tmp_path / "$p$.json")
     write_report(tmp_path)
     page = page_of(tmp_path)

@@ -23,7 +23,10 @@ from allocmoe.artifacts import (
     Plan,
     Protocol,
     Quality,
+    Score,
     Sensitivity,
+    TaskEvaluation,
+    TaskResult,
     TextInfo,
     Timing,
     TokenRule,
@@ -89,6 +92,7 @@ ARTIFACTS = {
     ),
     "sensitivity": sensitivity(),
     "evaluation": evaluation(),
+    "task evaluation": replace(TaskEvaluation.load(GOLDEN / "task-evaluation.json"), limit=None),
     "benchmark": replace(Benchmark.load(GOLDEN / "benchmark.json"), command=None, text=None),
 }
 
@@ -157,7 +161,16 @@ REFUSED: list[tuple[str, tuple[str | int, ...], Any, str]] = [
     ("evaluation", ("rows", 0, "kl"), DELETE, "rows[0]: the key 'kl' is missing"),
     ("benchmark", ("rows", 0, "decode", "energy"), 1.0, "rows[0]: decode: unknown key 'energy'"),
     ("benchmark", ("random_weights",), DELETE, "the key 'random_weights' is missing"),
+    ("task-evaluation", ("rows", 0, "tasks", 1, "seconds"), 1.0, "rows[0]: tasks[1]: unknown key"),
+    ("task-evaluation", ("limit",), DELETE, "the key 'limit' is missing"),
     # wrong types
+    ("task-evaluation", ("rows", 1, "tasks", 0, "shots"), "0", "rows[1]: tasks[0]: shots: expec"),
+    (
+        "task-evaluation",
+        ("rows", 0, "tasks", 0, "scores", "acc", "value"),
+        "high",
+        "rows[0]: tasks[0]: scores.acc: value: expected float",
+    ),
     ("benchmark", ("random_weights",), 1, "random_weights: expected bool"),
     ("benchmark", ("machine", "gpu"), 1, "machine: gpu: expected str"),
     ("benchmark", ("protocol", "prompt_lengths"), 32, "protocol: prompt_lengths: expected a list"),
@@ -198,6 +211,10 @@ REFUSED: list[tuple[str, tuple[str | int, ...], Any, str]] = [
     ("benchmark", ("rows",), [], "rows is empty"),
     ("benchmark", ("rows", 2, "prefill"), [], "alloc-t@4 was prefilled at [], not at [32]"),
     ("benchmark", ("protocol", "runs"), 0, "protocol: runs must be 1 or more, not 0"),
+    # task evaluations that cannot be
+    ("task-evaluation", ("rows",), [], "rows is empty"),
+    ("task-evaluation", ("rows", 1, "tasks"), [], "plan and unmodified ran different tasks"),
+    ("task-evaluation", ("rows", 0, "tasks", 0, "scores"), {}, "rows[0]: tasks[0]: the task arc_"),
     # plans that cannot be
     ("plan", ("layer_budgets",), [3.5], "layer_budgets has 1 entries for 2 MoE layers"),
     ("plan", ("layer_budgets",), [2.5, 0.5, 0.5], "layer_budgets has 3 entries for 2 MoE layers"),
@@ -430,3 +447,17 @@ def test_a_model_needs_as_many_experts_counts_as_layers() -> None:
         replace(MODEL, num_experts=(8,))
     with pytest.raises(AllocMoEError, match="k_orig 9 of 8"):
         replace(MODEL, k_orig=(9,) * len(MODEL.k_orig), num_experts=(8,) * len(MODEL.k_orig))
+
+
+@pytest.mark.parametrize(
+    ("names", "main"),
+    [
+        (["acc", "acc_norm"], "acc_norm"),
+        (["perplexity", "acc"], "acc"),
+        (["f1", "exact_match,strict-match", "exact_match,flexible"], "exact_match,strict-match"),
+        (["word_perplexity", "byte_perplexity"], "word_perplexity"),
+    ],
+)
+def test_the_main_metric_of_a_task(names: list[str], main: str) -> None:
+    scores = {name: Score(1.0, None, None) for name in names}
+    assert TaskResult("task", 1, 0, scores, 2.0, (1.0, 1.0)).main == main

@@ -154,6 +154,12 @@ def count_list(text: str) -> list[int]:
     return [int(number) for number in numbers]
 
 
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number from 1 on, not {text!r}")
+    return int(text)
+
+
 def word_list(text: str) -> list[str]:
     words = [item.strip() for item in text.split(",") if item.strip()]
     if not words:

@@ -33,13 +33,22 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _artifact(path: str) -> dict[str, Any]:
-    from allocmoe.artifacts import Analysis, Benchmark, Evaluation, Plan, Sensitivity, load_artifact
+    from allocmoe.artifacts import (
+        Analysis,
+        Benchmark,
+        Evaluation,
+        Plan,
+        Sensitivity,
+        TaskEvaluation,
+        load_artifact,
+    )
     from allocmoe.cli.tables import (
         analysis_table,
         benchmark_tables,
         plan_table,
         quality_table,
         sensitivity_table,
+        task_table,
     )
 
     artifact = load_artifact(path)
@@ -49,6 +58,8 @@ def _artifact(path: str) -> dict[str, Any]:
         common.console.print(sensitivity_table(artifact))
     elif isinstance(artifact, Evaluation):
         common.console.print(quality_table(artifact))
+    elif isinstance(artifact, TaskEvaluation):
+        common.console.print(task_table(artifact))
     elif isinstance(artifact, Analysis):
         common.console.print(analysis_table(artifact))
     elif isinstance(artifact, Benchmark):

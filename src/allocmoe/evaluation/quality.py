@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -27,8 +28,19 @@ from allocmoe.text import Text
 UNMODIFIED = "unmodified"
 
 
+class Engine(Protocol):
+    """An inference engine of its own, such as `VllmEngine`."""
+
+    moe: MoEModel
+
+    def follow(self, plan: Plan | None) -> None: ...
+    def reset(self) -> None: ...
+    def activity(self) -> list[LayerActivity]: ...
+    def losses(self, ids_NS: torch.Tensor) -> tuple[float, torch.Tensor]: ...
+
+
 def evaluate(
-    model: nn.Module,
+    model: nn.Module | Engine,
     plans: Mapping[str, Plan],
     text: Text,
     *,
@@ -37,28 +49,18 @@ def evaluate(
 ) -> Evaluation:
     """The quality of every plan on `text`, with the unmodified model as the first row.
 
-    All plans see a batch before the next one comes, so the unmodified model runs only once.
+    model: a transformers model, or an engine that runs one (`VllmEngine`), which makes its own
+      batches and tells no KL divergence.
     """
-    moe = inspect_model(model)
-    for made in plans.values():
-        made.check_fits(moe.info)
-    if UNMODIFIED in plans:
-        raise AllocMoEError(f"a plan cannot be named {UNMODIFIED!r}")
+    moe = inspect_model(model) if isinstance(model, nn.Module) else model.moe
+    named = name_plans(moe, plans)
     if batch_size < 1:
         raise AllocMoEError(f"batch_size must be 1 or more, not {batch_size}")
-    device = moe.model.get_input_embeddings().weight.device  # type: ignore[operator]
-    batches = text.ids.split(batch_size)
-    named: list[tuple[str, Plan | None]] = [(UNMODIFIED, None), *plans.items()]
-    sums = {name: _Sums() for name, _ in named}
-    with (progress or Progress()).bar("evaluate", len(batches) * len(named)) as bar:
-        for number, ids in enumerate(batches):
-            reference: torch.Tensor | None = None
-            for name, plan in named:
-                logits = sums[name].run(moe, plan, ids.to(device))
-                if reference is None:
-                    reference = logits
-                sums[name].compare(reference, logits)
-                bar.advance(1, f"batch {number + 1}/{len(batches)}, {name}")
+    progress = progress or Progress()
+    if isinstance(model, nn.Module):
+        sums = _run(moe, named, text.ids.split(batch_size), progress)
+    else:
+        sums = _run_engine(model, named, text.ids, progress)
     predictions = num_predictions(text.ids)
     base = sums[UNMODIFIED].quality(UNMODIFIED, None, moe, predictions, math.nan)
     rows = [
@@ -68,19 +70,62 @@ def evaluate(
     return Evaluation(model=moe.info, text=text.info, batch_size=batch_size, rows=tuple(rows))
 
 
+def _run(
+    moe: MoEModel,
+    named: list[tuple[str, Plan | None]],
+    batches: Sequence[torch.Tensor],
+    progress: Progress,
+) -> dict[str, _Sums]:
+    """All plans see a batch before the next one comes, so the unmodified model runs only once."""
+    device = moe.model.get_input_embeddings().weight.device  # type: ignore[operator]
+    sums = {name: _Sums() for name, _ in named}
+    with progress.bar("evaluate", len(batches) * len(named)) as bar:
+        for number, ids in enumerate(batches):
+            reference: torch.Tensor | None = None
+            for name, plan in named:
+                logits = sums[name].run(moe, plan, ids.to(device))
+                if reference is None:
+                    reference = logits
+                sums[name].compare(reference, logits)
+                bar.advance(1, f"batch {number + 1}/{len(batches)}, {name}")
+    return sums
+
+
+def _run_engine(
+    engine: Engine,
+    named: list[tuple[str, Plan | None]],
+    ids_NS: torch.Tensor,
+    progress: Progress,
+) -> dict[str, _Sums]:
+    sums: dict[str, _Sums] = {}
+    reference: torch.Tensor | None = None
+    with progress.bar("evaluate", len(named)) as bar:
+        for name, plan in named:
+            engine.follow(plan)
+            engine.reset()
+            nll, likeliest = engine.losses(ids_NS)
+            if reference is None:
+                reference = likeliest
+            same = float((likeliest == reference).sum())
+            sums[name] = _Sums(nll, None, same, likeliest.numel(), engine.activity())
+            bar.advance(1, name)
+    engine.follow(None)
+    return sums
+
+
 @dataclass
 class _Sums:
     """What one plan adds up to over the batches."""
 
     nll: torch.Tensor | float = 0.0
-    kl: torch.Tensor | float = 0.0
+    kl: torch.Tensor | float | None = 0.0
     same: torch.Tensor | float = 0.0
     compared: int = 0
     activity: list[LayerActivity] = field(default_factory=list)
 
     @torch.no_grad()
     def run(self, moe: MoEModel, plan: Plan | None, ids: torch.Tensor) -> torch.Tensor:
-        with _controlled(moe, plan) as controller:
+        with controlled(moe, plan) as controller:
             logits = logits_of(moe.model, ids)
             ran = controller.activity()
         before = self.activity
@@ -91,6 +136,7 @@ class _Sums:
     @torch.no_grad()
     def compare(self, reference_BSV: torch.Tensor, logits_BSV: torch.Tensor) -> None:
         """KL(reference || plan) and equal argmax, over every position."""
+        assert self.kl is not None
         reference, logits = reference_BSV.flatten(0, 1), logits_BSV.flatten(0, 1)
         self.compared += logits.shape[0]
         for p, q in chunks(reference, logits):
@@ -112,7 +158,7 @@ class _Sums:
             budget=float(sum(moe.k_orig)) if plan is None else float(plan.budget),
             perplexity=value,
             log_rise=0.0 if plan is None else math.log(value) - math.log(base),
-            kl=max(0.0, float(self.kl) / self.compared),
+            kl=None if self.kl is None else max(0.0, float(self.kl) / self.compared),
             top1_agreement=float(self.same) / self.compared,
             realised=sum(layer.mean for layer in layers),
             realised_per_layer=tuple(layer.mean for layer in layers),
@@ -120,7 +166,16 @@ class _Sums:
         )
 
 
-def _controlled(moe: MoEModel, plan: Plan | None) -> Controller:
+def name_plans(moe: MoEModel, plans: Mapping[str, Plan]) -> list[tuple[str, Plan | None]]:
+    """The unmodified model, which is no plan, and the plans after it."""
+    for plan in plans.values():
+        plan.check_fits(moe.info)
+    if UNMODIFIED in plans:
+        raise AllocMoEError(f"a plan cannot be named {UNMODIFIED!r}")
+    return [(UNMODIFIED, None), *plans.items()]
+
+
+def controlled(moe: MoEModel, plan: Plan | None) -> Controller:
     controller = Controller(moe, TokenRule() if plan is None else plan.token)
     if plan is not None:
         controller.set_budgets(plan.layer_budgets)

@@ -189,10 +189,14 @@ def launch_select(
     num_pools: int,
     renormalise: bool,
     renormalise_over: int,
+    stand_in: bool = False,
+    activity: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The router's choice with what the rule drops set to `num_experts`, and the weights.
 
     params: the layer's budget and threshold in float64. `select` lists the rules and scores.
+    stand_in: a dropped pair is its token's first expert with weight 0, and padding has expert -1.
+    activity: two int64 on the device, to which kept pairs and tokens are added.
     """
     T, K = index_TK.shape
     index, weights = index_TK.contiguous(), weights_TK.contiguous()
@@ -236,8 +240,9 @@ def launch_select(
                     CHUNK=chunk, VALID=valid_T is not None, LEVEL=level, num_warps=4,
                 )  # fmt: skip
     select_kernel[(programs,)](
-        *inputs, params, histogram, keys, out_index, out_weights, tokens, num_experts, base,
-        renormalise_over, TOKENS=tile, CHUNK=chunk, RULE=rule, RENORMALISE=renormalise, **shape,
+        *inputs, params, histogram, keys, out_index, out_weights, activity, tokens, num_experts,
+        base, renormalise_over, TOKENS=tile, CHUNK=chunk, RULE=rule, RENORMALISE=renormalise,
+        STAND_IN=stand_in, COUNTED=activity is not None, **shape,
         num_warps=8 if rule == "pool" and tile * KP > 128 else 4,
     )  # fmt: skip
     return out_index, out_weights

@@ -3,7 +3,8 @@
     s[t, k]     the score of the k-th chosen expert, before any renormalisation
     rank[t, k]  its place in the model's order of preference (score plus bias; ties by column)
     keep[t, k]  what the rule says; `routing` defines each rule
-    out         index[t, k] where kept, else num_experts; weight[t, k], renormalised where asked
+    out         index[t, k] where kept, else num_experts (or the token's first expert, STAND_IN);
+                weight[t, k], renormalised where asked, else 0
 
 Columns stay where the router put them. A small pool of Alloc-T takes one launch of one program
 (`pool`). A larger one takes two: the keys of all pairs, then each program counts how many stand
@@ -49,7 +50,8 @@ def _scores(
     k = tl.arange(0, KP)
     pair = tokens[:, None] * K + k[None, :]
     mask = token_mask[:, None] & (k < K)[None, :]
-    index = tl.load(index_ptr + pair, mask=mask, other=0).to(tl.int32)
+    # padding may come with the expert -1
+    index = tl.maximum(tl.load(index_ptr + pair, mask=mask, other=0).to(tl.int32), 0)
     weight = tl.load(weight_ptr + pair, mask=mask, other=0.0).to(tl.float32)
     if SCORE == "weights":
         score = weight
@@ -117,6 +119,7 @@ def _write(
     weight,
     score,
     rank,
+    valid,
     tokens,
     token_mask,
     E,
@@ -124,6 +127,7 @@ def _write(
     K: tl.constexpr,
     KP: tl.constexpr,
     RENORMALISE: tl.constexpr,
+    STAND_IN: tl.constexpr,
 ):
     k = tl.arange(0, KP)
     mask = token_mask[:, None] & (k < K)[None, :]
@@ -133,7 +137,12 @@ def _write(
         mass = tl.maximum(tl.sum(tl.where(counted, score, 0.0), 1), 1.1754943508222875e-38)
         weight = weight * (everything / mass)[:, None]
     pair = tokens[:, None] * K + k[None, :]
-    tl.store(out_index_ptr + pair, tl.where(keep, index, E), mask=mask)
+    dropped = tl.zeros_like(index) + E
+    if STAND_IN:
+        # padding has no expert at all
+        first = tl.sum(tl.where(rank == 0, index, 0), 1)
+        dropped += (tl.where(valid, first, -1) - E)[:, None]
+    tl.store(out_index_ptr + pair, tl.where(keep, index, dropped), mask=mask)
     kept = tl.where(keep, weight, 0.0).to(out_weight_ptr.dtype.element_ty)
     tl.store(out_weight_ptr + pair, kept, mask=mask)
 
@@ -150,6 +159,7 @@ def select_kernel(
     key_ptr,
     out_index_ptr,
     out_weight_ptr,
+    activity_ptr,
     num_tokens,
     E,
     base,
@@ -164,12 +174,14 @@ def select_kernel(
     BIAS_ON: tl.constexpr,
     VALID: tl.constexpr,
     RENORMALISE: tl.constexpr,
+    STAND_IN: tl.constexpr,
+    COUNTED: tl.constexpr,
 ):
     """A program decides on TOKENS tokens, which for `pool` are a whole pool.
 
     RULE: `top_k`, `threshold`, `naee`, `dynamic-moe`, or for Alloc-T `pool`, `standing` (reads
     `key_ptr`) or `cut` (reads `histogram_ptr` too). params: the layer's budget and threshold, in
-    float64.
+    float64. activity (COUNTED): kept pairs and tokens are added.
     """
     program = tl.program_id(0)
     t = tl.arange(0, TOKENS)
@@ -238,9 +250,12 @@ def select_kernel(
             keep = keep | tl.reshape(before < extra, (TOKENS, KP))
     keep = keep & valid[:, None] & (rank < K)
     _write(
-        out_index_ptr, out_weight_ptr, keep, index, weight, score, rank, tokens, token_mask, E,
-        renormalise_over, K, KP, RENORMALISE,
+        out_index_ptr, out_weight_ptr, keep, index, weight, score, rank, valid, tokens, token_mask,
+        E, renormalise_over, K, KP, RENORMALISE, STAND_IN,
     )  # fmt: skip
+    if COUNTED:
+        tl.atomic_add(activity_ptr, tl.sum(keep.to(tl.int64)), sem="relaxed")
+        tl.atomic_add(activity_ptr + 1, tl.sum(valid.to(tl.int64)), sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["num_tokens", "base"])

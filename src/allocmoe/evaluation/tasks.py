@@ -1,0 +1,287 @@
+"""Scores of plans on tasks of lm-evaluation-harness (lm-eval), and what each task made them run.
+
+`load_tasks` and `run_task` know no engine: they take any model that lm-eval calls an `LM`, and two
+callbacks for the counting. `evaluate_tasks` is the transformers engine.
+"""
+
+from __future__ import annotations
+
+import difflib
+import io
+import logging
+import math
+import os
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stdout
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from allocmoe.artifacts import (
+    LayerActivity,
+    Plan,
+    Score,
+    TaskEvaluation,
+    TaskResult,
+    TaskRow,
+    package_versions,
+)
+from allocmoe.errors import AllocMoEError, first_line
+from allocmoe.evaluation.quality import UNMODIFIED, controlled, name_plans
+from allocmoe.models import MoEModel, inspect_model
+from allocmoe.progress import Bar, Progress
+
+# lm-eval's tasks, and the group that scores them as one if there is one, by the name to report
+Tasks = Mapping[str, Any]
+
+# for a standard error without a closed form, such as a perplexity's; lm-eval's own 100000 take half
+# a minute for every plan on a task of 5000 items
+BOOTSTRAP_DRAWS = 10_000
+
+
+def load_tasks(
+    names: Sequence[str], directory: str | Path | None = None, *, shots: int | None = None
+) -> Tasks:
+    """The tasks with their data, ready for `evaluate_tasks`.
+
+    names: of tasks, groups or tags, lm-eval's own or those of the YAML files in `directory`. A
+    group that lm-eval scores as one stays one, others are taken apart. shots: examples before each
+    question instead of the task's own number; a task written for none stays without.
+    """
+    if shots is not None and shots < 0:
+        raise AllocMoEError(f"shots must be 0 or more, not {shots}")
+    if directory is not None and not Path(directory).is_dir():
+        raise AllocMoEError(f"{directory}: no such folder of tasks")
+    tasks: dict[str, Any] = {}
+    with _quiet():
+        manager = _task_manager(names, directory)
+        for name in names:
+            if name not in manager.all_tasks:
+                near = difflib.get_close_matches(name, manager.all_tasks, 3)
+                hint = f"; near it: {', '.join(near)}" if near else ""
+                raise AllocMoEError(f"there is no task {name!r}{hint}")
+            try:
+                loaded = manager.load([name])
+            except Exception as error:  # whatever data that is not there makes the libraries raise
+                raise AllocMoEError(
+                    f"the task {name} cannot be loaded: {first_line(error)}"
+                ) from error
+            for task in loaded["tasks"].values():
+                _prepare(task, shots)
+            group = loaded["groups"].get(name)
+            if group is not None and group.has_aggregation:
+                tasks[name] = loaded
+            else:
+                tasks |= {n: {"tasks": {n: t}, "groups": {}} for n, t in loaded["tasks"].items()}
+    if not tasks:
+        raise AllocMoEError("no task is given")
+    return tasks
+
+
+def _task_manager(names: Sequence[str], directory: str | Path | None) -> Any:
+    try:
+        from lm_eval.tasks.manager import TaskManager
+    except ImportError:
+        raise AllocMoEError(
+            "tasks need lm-eval 0.4.12 or newer: pip install 'allocmoe[tasks]'"
+        ) from None
+    if directory is not None:
+        local = TaskManager(include_path=str(directory), include_defaults=False)
+        # the thousands of tasks that come with lm-eval take seconds to read
+        if {*names} <= {*local.all_subtasks}:
+            return local
+    return TaskManager(include_path=None if directory is None else str(directory))
+
+
+def _prepare(task: Any, shots: int | None) -> None:
+    if getattr(task, "UNSAFE_CODE", False):
+        raise AllocMoEError(
+            f"the task {task.task_name} runs code that the model writes, which allocmoe does not"
+        )
+    own = task.get_config("num_fewshot")
+    if own is None or (shots is not None and own != 0):
+        task.set_config(key="num_fewshot", value=shots or 0)
+
+
+def run_task(
+    lm: Any,
+    name: str,
+    tasks: Tasks,
+    *,
+    reset: Callable[[], None],
+    activity: Callable[[], Sequence[LayerActivity]],
+    limit: int | None = None,
+    note: Callable[[str], None] = lambda line: None,
+) -> TaskResult:
+    """One of the loaded tasks on an `LM` of lm-eval, by whatever engine it runs.
+
+    `reset` is called before the first request, and `activity` after the last one tells what ran.
+    """
+    from lm_eval.defaults import DEFAULT_OTHER_SEED, DEFAULT_RANDOM_SEED
+    from lm_eval.evaluator import evaluate
+
+    task = tasks[name]
+    # lm-eval's own seeds: examples and samples are the same for every plan, and as it draws them
+    random.seed(DEFAULT_RANDOM_SEED)
+    np.random.seed(DEFAULT_OTHER_SEED)
+    torch.manual_seed(DEFAULT_OTHER_SEED)
+    for part in task["tasks"].values():
+        part.set_fewshot_seed(seed=DEFAULT_OTHER_SEED)
+    reset()
+    try:
+        with _quiet() as log:
+            found = evaluate(
+                lm=lm,
+                task_dict=task,
+                limit=limit,
+                bootstrap_iters=BOOTSTRAP_DRAWS,
+                log_samples=False,
+            )
+    except (AssertionError, ValueError) as error:
+        raise AllocMoEError(f"the task {name} cannot be run: {first_line(error)}") from error
+    if any("truncat" in line.lower() for line in log):
+        note(f"{name}: inputs that are longer than the model takes lose their beginning")
+    layers = [layer.mean for layer in activity()]
+    shots = {found["n-shot"][part] for part in task["tasks"]}
+    return TaskResult(
+        task=name,
+        num_items=sum(found["n-samples"][part]["effective"] for part in task["tasks"]),
+        shots=shots.pop() if len(shots) == 1 else None,
+        scores=_read_scores(found["results"][name], task["tasks"].values()),
+        realised=sum(layers),
+        realised_per_layer=tuple(layers),
+    )
+
+
+def _read_scores(found: Mapping[str, Any], parts: Iterable[Any]) -> dict[str, Score]:
+    """From lm-eval's flat `metric,filter` and `metric_stderr,filter`."""
+    better = {metric: up for part in parts for metric, up in part.higher_is_better().items()}
+    scores = {}
+    for key, value in found.items():
+        metric, comma, answer_filter = key.partition(",")
+        if comma and not metric.endswith("_stderr"):
+            scores[metric if answer_filter == "none" else key] = Score(
+                value=_finite(value),
+                stderr=_finite(found.get(f"{metric}_stderr,{answer_filter}")),
+                higher_is_better=better.get(metric),
+            )
+    return scores
+
+
+def _finite(value: Any) -> float | None:
+    number = isinstance(value, (int, float)) and math.isfinite(value)
+    return float(value) if number else None
+
+
+def evaluate_tasks(
+    model: nn.Module,
+    tokenizer: Any,
+    plans: Mapping[str, Plan],
+    tasks: Tasks | Sequence[str],
+    *,
+    limit: int | None = None,
+    batch_size: int = 8,
+    progress: Progress | None = None,
+) -> TaskEvaluation:
+    """The scores of every plan on every task, with the unmodified model as the first row.
+
+    tasks: names of lm-eval's tasks, or what `load_tasks` gives. limit: items of each task.
+    """
+    moe = inspect_model(model)
+    named = name_plans(moe, plans)
+    for word, number in (("batch_size", batch_size), ("limit", limit)):
+        if number is not None and number < 1:
+            raise AllocMoEError(f"{word} must be 1 or more, not {number}")
+    loaded = tasks if isinstance(tasks, Mapping) else load_tasks(tasks)
+    progress = progress or Progress()
+    from allocmoe.evaluation.tasks_hf import MaskedHFLM
+
+    with _quiet():
+        lm = MaskedHFLM(moe.model, tokenizer, batch_size)
+    rows = []
+    with progress.bar("tasks", len(named) * len(loaded)) as bar:
+        for name, plan in named:
+            results = []
+            with controlled(moe, plan) as controller:
+                for task in loaded:
+                    share = _Share(bar, f"{task}, {name}")
+                    lm.on_share = share.advance
+                    results.append(
+                        run_task(
+                            lm,
+                            task,
+                            loaded,
+                            reset=controller.reset,
+                            activity=controller.activity,
+                            limit=limit,
+                            # the same for all plans
+                            note=progress.note if plan is None else lambda line: None,
+                        )
+                    )
+                    share.advance(1.0)
+            rows.append(_row(moe, name, plan, results))
+    return TaskEvaluation(
+        model=moe.info,
+        text=None,
+        versions={**package_versions(), "lm-eval": metadata.version("lm-eval")},
+        batch_size=batch_size,
+        limit=limit,
+        rows=tuple(rows),
+    )
+
+
+def _row(moe: MoEModel, name: str, plan: Plan | None, results: Sequence[TaskResult]) -> TaskRow:
+    return TaskRow(
+        name=name,
+        method=UNMODIFIED if plan is None else plan.method,
+        token="none" if plan is None else plan.token.label,
+        budget=float(sum(moe.k_orig)) if plan is None else float(plan.budget),
+        tasks=tuple(results),
+    )
+
+
+class _Share:
+    """Moves a bar through one task, which counts as 1 however often it is told more."""
+
+    def __init__(self, bar: Bar, note: str) -> None:
+        self._bar, self._note, self._left = bar, note, 1.0
+
+    def advance(self, share: float) -> None:
+        share = min(share, self._left)
+        self._left -= share
+        self._bar.advance(share, self._note)
+
+
+class _Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+@contextmanager
+def _quiet() -> Iterator[list[str]]:
+    """Keeps lm-eval's bars and prints from the user; what it logs is handed over instead."""
+    from tqdm import tqdm
+
+    log, handler, draw = logging.getLogger("lm_eval"), _Lines(), tqdm.__init__
+    with ExitStack() as after, redirect_stdout(io.StringIO()):
+        after.callback(setattr, log, "propagate", log.propagate)
+        log.propagate = False
+        after.callback(log.removeHandler, handler)
+        log.addHandler(handler)
+        after.callback(setattr, tqdm, "__init__", draw)
+        # lm-eval asks for some of its bars outright, past every setting
+        tqdm.__init__ = lambda bar, *args, **keys: draw(bar, *args, **keys | {"disable": True})
+        if "DISABLE_MULTIPROC" not in os.environ:
+            # processes that are forked for a bootstrap inherit our handlers of signals
+            after.callback(os.environ.pop, "DISABLE_MULTIPROC")
+            os.environ["DISABLE_MULTIPROC"] = "1"
+        yield handler.lines
