@@ -175,9 +175,13 @@ class LayerControl:
         return score
 
     def select_fused(
-        self, index_TK: torch.Tensor, weights_TK: torch.Tensor
+        self, index_TK: torch.Tensor, weights_TK: torch.Tensor, **launched: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`rank`, `select` and `reweigh` in one kernel; a dropped pair's expert is num_experts."""
+        """`rank`, `select` and `reweigh` in one kernel; a dropped pair's expert is num_experts.
+
+        With `launched`, more options of `launch_select`, it is no operator of torch.
+        """
+        from allocmoe.kernels.fused.launch import launch_select
         from allocmoe.kernels.fused.ops import select_op
 
         token, logits = self.token, self._logits
@@ -197,22 +201,27 @@ class LayerControl:
         valid = self.step.valid_on(index_TK.device)
         renormalise = self.renormalises and token.rule != "dynamic-moe"
         assert self._params is not None
-        chosen: tuple[torch.Tensor, torch.Tensor] = select_op(
+        given: tuple[Any, ...] = (
             index_TK,
             weights_TK,
             logits,
             None if self._bias is None else self._bias.flatten(),
             None if valid is None else valid.view(torch.uint8),
             self._params,
-            self.layer.num_experts,
-            rule,
-            self._score,
-            "none" if self._bias is None else self.family.bias_on,
-            base,
-            pools,
-            renormalise,
-            token.renormalise_over or 0,
         )
+        settings: dict[str, Any] = dict(
+            num_experts=self.layer.num_experts,
+            rule=rule,
+            score=self._score,
+            bias_on="none" if self._bias is None else self.family.bias_on,
+            base=base,
+            num_pools=pools,
+            renormalise=renormalise,
+            renormalise_over=token.renormalise_over or 0,
+        )
+        if launched:
+            return launch_select(*given, **(settings | launched))
+        chosen: tuple[torch.Tensor, torch.Tensor] = select_op(*given, **settings)
         return chosen
 
     def select(self, scores_TK: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,8 @@ A layer budget is the layer's own smaller top-k, set before vLLM builds its kern
 backend runs it as it would run a smaller model. A token rule lets vLLM's router choose all of its
 experts and decides which pairs run. A dropped pair becomes its token's first expert with weight 0:
 shapes stay what they are, no backend has to know, and no expert is loaded that the token does not
-use anyway.
+use anyway. On a GPU the selection is one kernel, and where the weights are plain (not quantised,
+all experts on one device) our experts kernel follows, in which a dropped pair costs no arithmetic.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from allocmoe.errors import AllocMoEError
 from allocmoe.models import MoELayer
 from allocmoe.runtime.control import LayerControl
 from allocmoe.runtime.step import CurrentStep, Step
+from allocmoe.runtime.vllm import versions
+from allocmoe.runtime.vllm.experts import own_kernel
 from allocmoe.runtime.vllm.served import Served, read_settings, serve_plan
 
 logger = init_logger("vllm.allocmoe")
@@ -41,6 +44,8 @@ class PlannedRouter:
         self._device = next(experts.parameters()).device
         self._current = CurrentStep()
         self._control: LayerControl | None = None
+        # whether dropped pairs get an expert id out of range, which our experts kernel leaves out
+        self.skips = False
         # kept pairs and tokens, summed on the device
         self._activity = torch.zeros(2, dtype=torch.int64, device=self._device)
         self.follow(served.plan)
@@ -67,6 +72,14 @@ class PlannedRouter:
             )
             self._control.set_budget(budget)
 
+    @property
+    def thins(self) -> bool:
+        return self._control is not None and self._control.masks
+
+    def num_pairs(self, num_tokens: int) -> int:
+        """About how many pairs run."""
+        return round(self._served.plan.layer_budgets[self._layer.index] * num_tokens)
+
     def select_experts(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         weights, ids = self._router.select_experts(*args, **kwargs)
         if self._control is not None and self._control.masks:
@@ -86,6 +99,11 @@ class PlannedRouter:
         valid = _valid_tokens(ids)
         self._current.step = Step(1, valid)
         control.see_router(logits)
+        if ids.is_cuda:
+            chosen, ranked = control.select_fused(
+                ids, weights, stand_in=not self.skips, activity=self._activity
+            )
+            return ranked, chosen.to(ids.dtype)
         # vLLM gives padding no expert, -1
         index, ranked, scores = control.rank(ids.long().clamp_min(0), weights)
         keep = control.select(scores)
@@ -151,16 +169,37 @@ class PlannedMoERunner(MoERunner):  # type: ignore[misc]
             served.runners[layer.index] = router
         super().__init__(layer_name, moe_config, router, routed_experts, *args, **kwargs)
 
-    def _apply_quant_method(self, *args: Any, **kwargs: Any) -> Any:
-        # known only after the weights are loaded; the engine's own trial run comes here first
+    def _apply_quant_method(
+        self,
+        hidden_states: torch.Tensor,
+        router_logits: torch.Tensor,
+        shared_experts_input: torch.Tensor | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         router = self.router
-        thins = isinstance(router, PlannedRouter) and router._control is not None
-        if thins and self._quant_method.is_monolithic:
+        if not isinstance(router, PlannedRouter) or not router.thins:
+            return super()._apply_quant_method(
+                hidden_states, router_logits, shared_experts_input, *args, **kwargs
+            )
+        # known only after the weights are loaded; the engine's own trial run comes here first
+        if self._quant_method.is_monolithic:
             raise AllocMoEError(
                 "this MoE backend routes inside its kernel, so a token rule cannot act: start vLLM "
                 "with another --moe-backend, or serve a plan without a token rule (alloc-l)"
             )
-        return super()._apply_quant_method(*args, **kwargs)
+        kernel = own_kernel(self)
+        router.skips = kernel is not None
+        if kernel is None:
+            return super()._apply_quant_method(
+                hidden_states, router_logits, shared_experts_input, *args, **kwargs
+            )
+        versions.begin_shared_experts(self, shared_experts_input)
+        weights, ids = router.select_experts(
+            hidden_states=hidden_states, router_logits=router_logits
+        )
+        out = kernel(hidden_states, ids, weights, router.num_pairs(len(ids)))
+        return versions.end_shared_experts(self, shared_experts_input, kwargs), out
 
 
 def served_by(vllm_config: Any) -> Served | None:
