@@ -17,7 +17,23 @@ os.environ.update(
 from pathlib import Path
 
 import pytest
+import torch
 from vllm_runner import FAMILIES, model
+
+from allocmoe.models.load import load_model, load_tokenizer
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The bundled model with its tokenizer, its output layer a copy of the embedding: vLLM's OLMoE
+    has no tied ones."""
+    folder = tmp_path_factory.mktemp("trained")
+    loaded = load_model("reference")
+    loaded.lm_head.weight = torch.nn.Parameter(loaded.lm_head.weight.detach().clone())
+    loaded.config.tie_word_embeddings = False
+    loaded.save_pretrained(folder)
+    load_tokenizer("reference").save_pretrained(folder)
+    return str(folder)
 
 
 @pytest.fixture(scope="session")

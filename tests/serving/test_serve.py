@@ -26,19 +26,19 @@ STARTS_WITHIN_SECONDS = 240
 
 
 @pytest.fixture(scope="module")
-def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def plan(trained: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("plan") / "plan.json"
-    allocmoe.make_plan("alloc-t", "50%", model=load_model("reference")).save(file)
+    allocmoe.make_plan("alloc-t", "50%", model=load_model(trained)).save(file)
     return file
 
 
-def command(*options: str) -> list[str]:
+def command(model: str, *options: str) -> list[str]:
     fixed = ["--max-model-len", "256", "--max-num-seqs", "4", "--enforce-eager"]
-    return [sys.executable, "-m", "allocmoe", "serve", "reference", *options, *fixed]
+    return [sys.executable, "-m", "allocmoe", "serve", model, *options, *fixed]
 
 
 @contextmanager
-def server(log: Path, *options: str) -> Iterator[str]:
+def server(log: Path, model: str, *options: str) -> Iterator[str]:
     """The address of a server that is ready."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -54,7 +54,7 @@ def server(log: Path, *options: str) -> Iterator[str]:
     environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING")
     with log.open("w") as out:
         running = subprocess.Popen(
-            command(*options, "--host", "127.0.0.1", "--port", str(port)),
+            command(model, *options, "--host", "127.0.0.1", "--port", str(port)),
             stdout=out,
             stderr=subprocess.STDOUT,
             env=environment,
@@ -102,13 +102,13 @@ def answer(address: str) -> str:
     return str(ask(address, "/v1/completions", body)["choices"][0]["text"])
 
 
-def test_a_served_plan_shows_itself(plan: Path, tmp_path: Path) -> None:
+def test_a_served_plan_shows_itself(trained: str, plan: Path, tmp_path: Path) -> None:
     """On one worker, and on two that share the tensors."""
     answers = []
     for workers in (1, 2):
         log = tmp_path / f"log{workers}"
         options = ["--plan", str(plan), "--tensor-parallel-size", str(workers)]
-        with server(log, *options) as address:
+        with server(log, trained, *options) as address:
             assert ask(address, "/allocmoe")["plan"] == json.loads(plan.read_text())
             answers.append(answer(address))
             status = ask(address, "/allocmoe")
@@ -116,15 +116,16 @@ def test_a_served_plan_shows_itself(plan: Path, tmp_path: Path) -> None:
         assert status["realised_per_layer"] == pytest.approx([3.0] * 8, abs=0.2)
         assert "alloc-t/batch, 24 of 48 activations a token" in log.read_text()
     assert answers[0] == answers[1]
+    assert len(set(answers[0].split())) > 1
 
 
-def test_a_foreign_plan_stops_before_vllm_starts(plan: Path, tmp_path: Path) -> None:
+def test_a_foreign_plan_stops_before_vllm_starts(trained: str, plan: Path, tmp_path: Path) -> None:
     data = json.loads(plan.read_text())
     data["model"]["k_orig"] = [5] * 8
     data["model"]["num_experts"] = [10] * 8
     (tmp_path / "plan.json").write_text(json.dumps(data))
     done = subprocess.run(
-        command("--plan", str(tmp_path / "plan.json")), capture_output=True, text=True
+        command(trained, "--plan", str(tmp_path / "plan.json")), capture_output=True, text=True
     )
     assert done.returncode == 2
     assert "does not fit" in done.stderr.splitlines()[-1]

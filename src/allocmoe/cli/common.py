@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from allocmoe.models import MoEModel
+    from allocmoe.runtime.vllm.engine import VllmEngine
     from allocmoe.text import Text
 
 # human text goes to stderr, so that stdout holds the JSON document alone
@@ -222,6 +223,61 @@ def load_model(args: argparse.Namespace, *, kernel: bool = True) -> nn.Module:
     if kernel and args.experts == "allocmoe":
         use_kernel(model)
     return model
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("engine")
+    group.add_argument(
+        "--engine",
+        choices=("transformers", "vllm"),
+        default="transformers",
+        help="what runs the model; vllm for models that outgrow a GPU or a machine",
+    )
+    group.add_argument(
+        "--tensor-parallel-size", type=positive, metavar="N", help="GPUs that share the tensors"
+    )
+    group.add_argument(
+        "--engine-option",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="an argument of vLLM's LLM, such as distributed_executor_backend=ray or "
+        "gpu_memory_utilization=0.8; give the option again for more",
+    )
+
+
+def engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    """For vLLM; values are JSON where they can be."""
+    options: dict[str, Any] = {}
+    for word in args.engine_option:
+        name, equals, value = word.partition("=")
+        if not equals or not name.isidentifier():
+            raise AllocMoEError(f"--engine-option takes NAME=VALUE, not {word!r}")
+        try:
+            options[name] = json.loads(value)
+        except ValueError:
+            options[name] = value
+    if args.tensor_parallel_size is not None:
+        options["tensor_parallel_size"] = args.tensor_parallel_size
+    if args.engine != "vllm" and options:
+        raise AllocMoEError("--tensor-parallel-size and --engine-option go with --engine vllm")
+    return options
+
+
+def load_engine(
+    args: argparse.Namespace, max_length: int, *, tokenizes: bool = False
+) -> VllmEngine:
+    from allocmoe.runtime.vllm.engine import VllmEngine
+
+    return VllmEngine(
+        args.model,
+        max_length=max_length,
+        dtype=args.dtype,
+        revision=args.revision,
+        trust_remote_code=args.trust_remote_code,
+        tokenizes=tokenizes,
+        options=engine_options(args),
+    )
 
 
 def load_tokenizer(args: argparse.Namespace) -> Any:

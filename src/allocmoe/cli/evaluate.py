@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from allocmoe.cli import common
 from allocmoe.errors import AllocMoEError
@@ -26,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("-o", "--output", metavar="FILE", help="the result as JSON")
     common.add_text_arguments(parser, default="builtin:heldout", sequences=16)
+    common.add_engine_arguments(parser)
     _add_task_arguments(parser)
 
 
@@ -45,7 +47,14 @@ def _add_task_arguments(parser: argparse.ArgumentParser) -> None:
         "--task-batch-size",
         type=common.positive,
         metavar="N",
-        help=f"inputs in a forward (default {TASK_BATCH_SIZE})",
+        help=f"inputs in a forward (default {TASK_BATCH_SIZE}; vllm makes its own batches)",
+    )
+    group.add_argument(
+        "--task-length",
+        type=common.positive,
+        default=2048,
+        metavar="N",
+        help="tokens of the longest input, for the engine vllm (default 2048)",
     )
 
 
@@ -62,6 +71,7 @@ def run(args: argparse.Namespace) -> None:
             raise AllocMoEError(f"--{option.replace('_', '-')} goes with --tasks")
     if args.output:
         check_writable(Path(args.output))
+    common.engine_options(args)
     plans = {name: Plan.load(file) for name, file in common.plan_names(args.plan).items()}
     skeleton = common.load_skeleton(args)
     for plan in plans.values():
@@ -71,10 +81,18 @@ def run(args: argparse.Namespace) -> None:
         text = common.load_text(args, tokenizer)
     else:
         tasks = load_tasks(args.tasks, args.tasks_dir, shots=args.shots)
-    model = common.load_model(args)
-    info = inspect_model(model).info
+    model: Any
+    if args.engine == "vllm":
+        length = text.ids.shape[1] if args.tasks is None else args.task_length
+        model = common.load_engine(args, length, tokenizes=args.tasks is not None)
+        info = skeleton.info  # its weights are elsewhere
+    else:
+        model = common.load_model(args)
+        info = inspect_model(model).info
     for name, plan in plans.items():
-        if plan.model.fingerprint not in (None, info.fingerprint):
+        if None not in (plan.model.fingerprint, info.fingerprint) and (
+            plan.model.fingerprint != info.fingerprint
+        ):
             common.console.print(
                 f"note: {name} was made for other weights of this architecture", style="yellow"
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from allocmoe.cli import common
 
@@ -14,6 +15,7 @@ EXAMPLE = "allocmoe profile reference -o sensitivity.json"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     common.add_model_arguments(parser)
     common.add_text_arguments(parser)
+    common.add_engine_arguments(parser)
     parser.add_argument("-o", "--output", metavar="FILE", required=True, help="the sensitivity")
     parser.add_argument("--resume", action="store_true", help="go on with the rows in FILE.partial")
     group = parser.add_argument_group("what to measure")
@@ -54,8 +56,13 @@ def run(args: argparse.Namespace) -> None:
     with torchrun_ranks() as ranks:
         chief = ranks.rank == 0
         common.load_skeleton(args)
+        common.engine_options(args)
         text = common.load_text(args, common.load_tokenizer(args))
-        model = common.load_model(args)
+        model: Any
+        if args.engine == "vllm":
+            model = common.load_engine(args, text.ids.shape[1])
+        else:
+            model = common.load_model(args)
         rule = args.token_rule
         token = TokenRule() if rule == "none" else TokenRule("alloc-t", rule, args.k_base)
         result = profile(

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -35,6 +35,10 @@ from allocmoe.errors import AllocMoEError, first_line
 from allocmoe.evaluation.quality import UNMODIFIED, controlled, name_plans
 from allocmoe.models import MoEModel, inspect_model
 from allocmoe.progress import Bar, Progress
+from allocmoe.runtime.hf import Controller
+
+if TYPE_CHECKING:
+    from allocmoe.evaluation.tasks_engine import TaskEngine
 
 # lm-eval's tasks, and the group that scores them as one if there is one, by the name to report
 Tasks = Mapping[str, Any]
@@ -179,7 +183,7 @@ def _finite(value: Any) -> float | None:
 
 
 def evaluate_tasks(
-    model: nn.Module,
+    model: nn.Module | TaskEngine,
     tokenizer: Any,
     plans: Mapping[str, Plan],
     tasks: Tasks | Sequence[str],
@@ -190,24 +194,31 @@ def evaluate_tasks(
 ) -> TaskEvaluation:
     """The scores of every plan on every task, with the unmodified model as the first row.
 
-    tasks: names of lm-eval's tasks, or what `load_tasks` gives. limit: items of each task.
+    model: a transformers model, or an engine that runs one (`VllmEngine`), which makes its own
+      batches. tasks: names of lm-eval's tasks, or what `load_tasks` gives. limit: items of each.
     """
-    moe = inspect_model(model)
+    moe = inspect_model(model) if isinstance(model, nn.Module) else model.moe
     named = name_plans(moe, plans)
     for word, number in (("batch_size", batch_size), ("limit", limit)):
         if number is not None and number < 1:
             raise AllocMoEError(f"{word} must be 1 or more, not {number}")
     loaded = tasks if isinstance(tasks, Mapping) else load_tasks(tasks)
     progress = progress or Progress()
-    from allocmoe.evaluation.tasks_hf import MaskedHFLM
+    lm: Any
+    if isinstance(model, nn.Module):
+        from allocmoe.evaluation.tasks_hf import MaskedHFLM
 
-    with _quiet():
-        lm = MaskedHFLM(moe.model, tokenizer, batch_size)
+        with _quiet():
+            lm = MaskedHFLM(moe.model, tokenizer, batch_size)
+    else:
+        from allocmoe.evaluation.tasks_engine import EngineLM
+
+        lm = EngineLM(model, tokenizer)
     rows = []
     with progress.bar("tasks", len(named) * len(loaded)) as bar:
         for name, plan in named:
             results = []
-            with controlled(moe, plan) as controller:
+            with _counted(model, plan) as controller:
                 for task in loaded:
                     share = _Share(bar, f"{task}, {name}")
                     lm.on_share = share.advance
@@ -233,6 +244,18 @@ def evaluate_tasks(
         limit=limit,
         rows=tuple(rows),
     )
+
+
+@contextmanager
+def _counted(model: nn.Module | TaskEngine, plan: Plan | None) -> Iterator[Controller | TaskEngine]:
+    """The plan at work, and who counts."""
+    if isinstance(model, nn.Module):
+        with controlled(inspect_model(model), plan) as controller:
+            yield controller
+    else:
+        model.follow(plan)
+        yield model
+        model.follow(None)
 
 
 def _row(moe: MoEModel, name: str, plan: Plan | None, results: Sequence[TaskResult]) -> TaskRow:

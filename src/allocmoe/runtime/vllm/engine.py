@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from allocmoe.artifacts import LayerActivity, Plan, TokenRule
 from allocmoe.codec import decode
 from allocmoe.errors import AllocMoEError
 from allocmoe.models import MoEModel, inspect_model
-from allocmoe.models.load import load_skeleton
+from allocmoe.models.load import load_skeleton, place
 from allocmoe.runtime.vllm.served import KEY
 from allocmoe.runtime.vllm.worker import EXTENSION
 
@@ -31,8 +31,11 @@ class VllmEngine:
         dtype: str = "auto",
         revision: str | None = None,
         trust_remote_code: bool = False,
+        tokenizes: bool = False,
         options: Mapping[str, Any] | None = None,
     ) -> None:
+        """max_length: of a prompt and what follows it. tokenizes: for `generate`, which stops at
+        strings."""
         try:
             from vllm import LLM
         except ImportError as error:
@@ -42,13 +45,14 @@ class VllmEngine:
         skeleton = load_skeleton(name, revision=revision, trust_remote_code=trust_remote_code)
         self.moe: MoEModel = inspect_model(skeleton)
         self.dtype = dtype
+        self.max_length = max_length
         self._unmodified = _plan(self.moe, self.moe.k_orig, TokenRule())
         given: dict[str, Any] = dict(
-            model=name,
+            model=place(name),
             dtype=dtype,
             revision=revision,
             trust_remote_code=trust_remote_code,
-            skip_tokenizer_init=True,
+            skip_tokenizer_init=not tokenizes,
             # plans change while the engine runs, which graphs and compiled code would not see
             enforce_eager=True,
             enable_prefix_caching=False,
@@ -84,22 +88,48 @@ class VllmEngine:
     def losses(self, ids_NS: torch.Tensor) -> tuple[float, torch.Tensor]:
         """-sum log p(next token) over all sequences, and the likeliest token at every position
         that has a next one, `[N, S - 1]`."""
+        told = self._predictions(ids_NS.tolist())
+        total = -math.fsum(logprob for row in told for logprob, _ in row)
+        return total, torch.tensor([[likeliest for _, likeliest in row] for row in told])
+
+    def score(
+        self, prompts: Sequence[Sequence[int]], starts: Sequence[int]
+    ) -> list[tuple[float, bool]]:
+        """For each prompt the log-likelihood of its tokens from `start` on, and whether every one
+        of them is the likeliest."""
+        scores = []
+        for ids, start, told in zip(prompts, starts, self._predictions(prompts), strict=True):
+            own = told[start - 1 :]
+            same = all(likeliest == ids[start + i] for i, (_, likeliest) in enumerate(own))
+            scores.append((math.fsum(logprob for logprob, _ in own), same))
+        return scores
+
+    def _predictions(self, prompts: Sequence[Sequence[int]]) -> list[list[tuple[float, int]]]:
+        """Of every token but the first its log-probability, and the token that was likeliest."""
         from vllm import SamplingParams
 
         wanted = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=1, detokenize=False)
-        prompts = [{"prompt_token_ids": row} for row in ids_NS.tolist()]
-        total, likeliest = 0.0, []
-        for prompt, out in zip(
-            prompts, self._llm.generate(prompts, wanted, use_tqdm=False), strict=True
-        ):
-            first = []
-            for token, found in zip(
-                prompt["prompt_token_ids"][1:], out.prompt_logprobs[1:], strict=True
-            ):
-                total -= found[token].logprob
-                first.append(next(t for t, entry in found.items() if entry.rank == 1))
-            likeliest.append(first)
-        return total, torch.tensor(likeliest)
+        given = [{"prompt_token_ids": list(ids)} for ids in prompts]
+        return [
+            [
+                (found[token].logprob, next(t for t, e in found.items() if e.rank == 1))
+                for token, found in zip(ids[1:], out.prompt_logprobs[1:], strict=True)
+            ]
+            for ids, out in zip(
+                prompts, self._llm.generate(given, wanted, use_tqdm=False), strict=True
+            )
+        ]
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], options: Sequence[dict[str, Any]]
+    ) -> list[str]:
+        """What follows each prompt, by options of vLLM's sampling; without its stop string."""
+        from vllm import SamplingParams
+
+        given = [{"prompt_token_ids": list(ids)} for ids in prompts]
+        wanted = [SamplingParams(**own) for own in options]
+        outs = self._llm.generate(given, wanted, use_tqdm=False)
+        return [str(out.outputs[0].text) for out in outs]
 
     def close(self) -> None:
         """End the engine's processes."""
