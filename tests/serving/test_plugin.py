@@ -183,3 +183,12 @@ def test_what_cannot_be_served_stops_the_start(folders: dict[str, Path]) -> None
         engine(folders["olmoe"], additional_config={"allocmoe": {"plam": 1}}),
     ):
         pass
+
+
+def test_the_transformers_backend_is_refused(folders: dict[str, Path]) -> None:
+    options: dict[str, Any] = {"model_impl": "transformers"}
+    with (
+        pytest.raises(Exception, match="transformers backend"),
+        engine(folders["olmoe"], make("olmoe", "uniform"), **options),
+    ):
+        pass

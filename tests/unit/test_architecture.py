@@ -86,6 +86,12 @@ def test_a_high_room_keeps_away_from_others(name: str) -> None:
         assert not inside(imported, forbidden), f"{module} imports {imported}"
 
 
+def test_only_the_plugin_imports_vllm() -> None:
+    users = {module for module, name in imports_of(list(MODULES)) if inside(name, ("vllm",))}
+    assert users
+    assert users <= set(room("runtime.vllm"))
+
+
 @pytest.mark.parametrize("package", ["allocmoe.cli", "rich"])
 def test_only_the_command_line_imports(package: str) -> None:
     cli = (*room("cli"), "allocmoe.__main__")

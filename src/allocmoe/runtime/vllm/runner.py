@@ -217,5 +217,22 @@ def served_by(vllm_config: Any) -> Served | None:
 
 def register_runners() -> None:
     """vLLM looks its layers up by the name of their class."""
-    if "MoERunner" not in op_registry_oot:
-        PluggableLayer.register_oot(PlannedMoERunner, name="MoERunner")
+    if "MoERunner" in op_registry_oot:
+        return
+    PluggableLayer.register_oot(PlannedMoERunner, name="MoERunner")
+    # a layer of vLLM's transformers backend routes outside of vLLM
+    try:
+        from vllm.model_executor.models.transformers.moe import TransformersMoERunner
+    except ImportError:
+        return
+
+    class RefusedRunner(TransformersMoERunner):  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            if served_by(get_current_vllm_config()) is not None:
+                raise AllocMoEError(
+                    "vLLM runs this model through its transformers backend, where a plan cannot "
+                    "act: it needs a model that vLLM has code of its own for"
+                )
+            super().__init__(*args, **kwargs)
+
+    PluggableLayer.register_oot(RefusedRunner, name="TransformersMoERunner")
