@@ -220,7 +220,7 @@ def register_runners() -> None:
     if "MoERunner" in op_registry_oot:
         return
     PluggableLayer.register_oot(PlannedMoERunner, name="MoERunner")
-    # a layer of vLLM's transformers backend routes outside of vLLM
+    # the layer of vLLM's transformers backend for routers that vLLM does not know
     try:
         from vllm.model_executor.models.transformers.moe import TransformersMoERunner
     except ImportError:
@@ -230,8 +230,8 @@ def register_runners() -> None:
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             if served_by(get_current_vllm_config()) is not None:
                 raise AllocMoEError(
-                    "vLLM runs this model through its transformers backend, where a plan cannot "
-                    "act: it needs a model that vLLM has code of its own for"
+                    "vLLM runs this model through its transformers backend and leaves the routing "
+                    "outside, where a plan cannot act"
                 )
             super().__init__(*args, **kwargs)
 
