@@ -191,6 +191,10 @@ def test_routing_outside_of_vllm_is_refused(
     """The transformers backend has a layer for models whose router it does not know."""
     from vllm.model_executor.custom_op import op_registry_oot
 
+    from allocmoe.runtime.vllm.plugin import register
+
+    register()
+    register()  # as vLLM may
     refused = op_registry_oot["TransformersMoERunner"]
     monkeypatch.setitem(op_registry_oot, "MoERunner", refused)
     with (
