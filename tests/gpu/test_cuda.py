@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -16,6 +14,7 @@ from allocmoe.kernels import compact, run_experts
 from allocmoe.kernels.reference import run_experts_reference
 from allocmoe.models import inspect_model
 from allocmoe.runtime.hf import Controller
+from no_waiting import no_waiting
 from tiny import tiny
 
 pytestmark = [
@@ -25,17 +24,6 @@ pytestmark = [
 
 FAMILIES = ["olmoe", "qwen2_moe", "deepseek_v2", "mixtral", "deepseek_v3", "gpt_oss", "phimoe"]
 IDS = torch.randint(3, 128, (3, 21), generator=torch.Generator().manual_seed(0))
-
-
-@contextmanager
-def no_waiting() -> Iterator[None]:
-    """An error at any operation that makes the host wait for the device."""
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

@@ -210,6 +210,12 @@ def served_by(vllm_config: Any) -> Served | None:
         if plan is not None:
             served = serve_plan(plan, vllm_config.model_config.hf_text_config, counts)
             logger.info(served.summary())
+            if plan.token.scope == "batch" and vllm_config.cache_config.enable_prefix_caching:
+                logger.warning(
+                    "allocmoe: in the batch scope an answer depends on what else is in the batch, "
+                    "and the prefix cache keeps what came of it: --no-enable-prefix-caching, or "
+                    "a plan with the scope threshold"
+                )
         vllm_config.__dict__[SERVED] = served
     found: Served | None = vllm_config.__dict__[SERVED]
     return found
