@@ -3,7 +3,8 @@
     python benchmarks/company.py -o benchmarks/results/company.json
 
 The bundled model at half of its activations, on held-out text. Each sequence runs alone and in a
-batch of eight; told are the log-probabilities of the text's own tokens and the likeliest next token.
+batch of eight; compared are the log-probabilities of the text's own tokens and the likeliest next
+ones.
 """
 
 from __future__ import annotations

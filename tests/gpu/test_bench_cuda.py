@@ -13,6 +13,7 @@ from allocmoe import Protocol, apply, benchmark, make_plan
 from allocmoe.bench.clock import copy_bandwidth
 from allocmoe.bench.steps import Stepper
 from allocmoe.models.shapes import build_shape
+from no_waiting import no_waiting
 from tiny import tiny
 
 pytestmark = [
@@ -71,13 +72,9 @@ def test_graphs_decode_what_generate_does(family: str, method: Any, compiled: bo
 def test_a_replay_does_not_wait() -> None:
     stepper = Stepper(tiny("olmoe").to("cuda", torch.bfloat16), PROMPT.cuda(), STEPS, graphs=True)
     stepper.reset()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         stepper.prefill()
         stepper.decode_step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("experts", ["allocmoe", "stock"])
