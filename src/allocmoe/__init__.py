@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from allocmoe.planning.solve import solve
     from allocmoe.profiling.profile import profile
     from allocmoe.runtime.hf import apply, use_kernel
+    from allocmoe.runtime.vllm.engine import VllmEngine
     from allocmoe.text import load_text, text_from_ids
 
 _HOME = {
@@ -40,6 +41,7 @@ _HOME = {
     "Sensitivity": "allocmoe.artifacts",
     "TaskEvaluation": "allocmoe.artifacts",
     "TokenRule": "allocmoe.artifacts",
+    "VllmEngine": "allocmoe.runtime.vllm.engine",
     "analyze": "allocmoe.evaluation.analysis",
     "apply": "allocmoe.runtime.hf",
     "benchmark": "allocmoe.bench.benchmark",
@@ -65,6 +67,7 @@ __all__ = [
     "Sensitivity",
     "TaskEvaluation",
     "TokenRule",
+    "VllmEngine",
     "analyze",
     "apply",
     "benchmark",

@@ -28,7 +28,7 @@ def copy_bandwidth(device: torch.device) -> float:
     size = 1 << 28
     if device.type == "cuda":
         size = min(1 << 30, torch.cuda.mem_get_info(device)[0] // 4)
-    source = torch.zeros(size, dtype=torch.uint8, device=device)
+    source = torch.empty(size, dtype=torch.uint8, device=device).random_()
     target = torch.zeros_like(source)
     best_ms = min(time_ms(device, lambda: target.copy_(source)) for _ in range(10))
     return 2e3 * size / best_ms
