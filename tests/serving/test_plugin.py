@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -202,3 +203,12 @@ def test_routing_outside_of_vllm_is_refused(
         engine(folders["olmoe"], make("olmoe", "uniform")),
     ):
         pass
+
+
+def test_a_vllm_without_our_seams_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from allocmoe.errors import AllocMoEError
+    from allocmoe.runtime.vllm.plugin import register
+
+    monkeypatch.setitem(sys.modules, "allocmoe.runtime.vllm.runner", None)
+    with pytest.raises(AllocMoEError, match=r"needs vLLM 0\.26"):
+        register()

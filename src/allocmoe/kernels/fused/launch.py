@@ -190,11 +190,13 @@ def launch_select(
     renormalise: bool,
     renormalise_over: int,
     stand_in: bool = False,
+    padding_T: torch.Tensor | None = None,
     activity: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The router's choice with what the rule drops set to `num_experts`, and the weights.
 
     params: the layer's budget and threshold in float64. `select` lists the rules and scores.
+    padding_T: instead of `valid_T`, the opposite.
     stand_in: a dropped pair is its token's first expert with weight 0, and padding has expert -1.
     activity: two int64 on the device, to which kept pairs and tokens are added.
     """
@@ -207,10 +209,12 @@ def launch_select(
         return out_index, out_weights
     KP = triton.next_power_of_2(K)
     EP = triton.next_power_of_2(num_experts)
-    inputs = (index, weights, logits, bias_E, valid_T)
+    mask = valid_T if padding_T is None else padding_T.view(torch.uint8)
+    inputs = (index, weights, logits, bias_E, mask)
     shape: dict[str, Any] = dict(
-        K=K, KP=KP, EP=EP, SCORE=score, BIAS_ON=bias_on, VALID=valid_T is not None
-    )
+        K=K, KP=KP, EP=EP, SCORE=score, BIAS_ON=bias_on, VALID=mask is not None,
+        PADDING=padding_T is not None,
+    )  # fmt: skip
     # a tile of logits that registers hold
     tile = max(1, min(32, 4096 // EP, triton.next_power_of_2(T)))
     tokens = T // num_pools if rule == "pool" else T
@@ -236,8 +240,8 @@ def launch_select(
             )  # fmt: skip
             for level in range(1, DIGITS if rule == "cut" else 0):
                 digit_kernel[(num_pools * triton.cdiv(tokens * K, chunk),)](
-                    keys, histogram, valid_T, params, tokens, base, K,
-                    CHUNK=chunk, VALID=valid_T is not None, LEVEL=level, num_warps=4,
+                    keys, histogram, mask, params, tokens, base, K, CHUNK=chunk,
+                    VALID=mask is not None, PADDING=padding_T is not None, LEVEL=level, num_warps=4,
                 )  # fmt: skip
     select_kernel[(programs,)](
         *inputs, params, histogram, keys, out_index, out_weights, activity, tokens, num_experts,

@@ -12,6 +12,8 @@ before its own (`standing`). The largest find the pool's cut by radix selection 
 and how often each first digit occurs, one launch for each further digit, then the pairs: kept is
 what lies above the cut, and of what lies on it the first ones.
 
+`valid_ptr` marks the tokens that are none of padding, or with PADDING those that are.
+
 Shape legend: T tokens, K columns, E experts, P pools.
 """
 
@@ -45,6 +47,7 @@ def _scores(
     SCORE: tl.constexpr,
     BIAS_ON: tl.constexpr,
     VALID: tl.constexpr,
+    PADDING: tl.constexpr,
 ):
     """index, weight, score and rank of a tile of tokens, `[T, KP]`, and who is no padding `[T]`."""
     k = tl.arange(0, KP)
@@ -86,7 +89,8 @@ def _scores(
     rank = tl.where((k < K)[None, :], rank, KP)
     valid = token_mask
     if VALID:
-        valid = token_mask & (tl.load(valid_ptr + tokens, mask=token_mask, other=0) != 0)
+        marked = tl.load(valid_ptr + tokens, mask=token_mask, other=0) != 0
+        valid = token_mask & (marked != PADDING)
     return index, weight, score, rank, valid
 
 
@@ -173,6 +177,7 @@ def select_kernel(
     SCORE: tl.constexpr,
     BIAS_ON: tl.constexpr,
     VALID: tl.constexpr,
+    PADDING: tl.constexpr,
     RENORMALISE: tl.constexpr,
     STAND_IN: tl.constexpr,
     COUNTED: tl.constexpr,
@@ -198,7 +203,7 @@ def select_kernel(
         token_mask = tokens < num_tokens
     index, weight, score, rank, valid = _scores(
         index_ptr, weight_ptr, logits_ptr, bias_ptr, valid_ptr, tokens, token_mask, E,
-        K, KP, EP, SCORE, BIAS_ON, VALID,
+        K, KP, EP, SCORE, BIAS_ON, VALID, PADDING,
     )  # fmt: skip
     keep = rank < base
     if RULE == "threshold":
@@ -219,7 +224,7 @@ def select_kernel(
         at = tl.reshape(place, (N,))
         size = num_tokens * K
         if RULE == "cut":
-            num_valid = _count_valid(valid_ptr, pool, num_tokens, CHUNK, VALID)
+            num_valid = _count_valid(valid_ptr, pool, num_tokens, CHUNK, VALID, PADDING)
             need = _extra(params_ptr, num_valid, base)
             cut, need, ties = _descend(histogram_ptr + pool * _DIGITS * _BINS, need, _DIGITS)
             above = _ordered(own) > cut
@@ -240,7 +245,7 @@ def select_kernel(
                 num_valid = tl.sum(valid.to(tl.int32), 0)
                 before = _before(own, at, own, at)
             else:
-                num_valid = _count_valid(valid_ptr, pool, num_tokens, CHUNK, VALID)
+                num_valid = _count_valid(valid_ptr, pool, num_tokens, CHUNK, VALID, PADDING)
                 before = tl.zeros((N,), dtype=tl.int32)
                 for start in range(0, size, CHUNK):
                     i = start + tl.arange(0, CHUNK)
@@ -277,6 +282,7 @@ def keys_kernel(
     SCORE: tl.constexpr,
     BIAS_ON: tl.constexpr,
     VALID: tl.constexpr,
+    PADDING: tl.constexpr,
     COUNT: tl.constexpr,
 ):
     """The keys of pools in the order of their places, and (COUNT) how often each first digit is."""
@@ -287,7 +293,7 @@ def keys_kernel(
     tokens = pool * num_tokens + in_pool
     _, _, score, rank, valid = _scores(
         index_ptr, weight_ptr, logits_ptr, bias_ptr, valid_ptr, tokens, token_mask, E,
-        K, KP, EP, SCORE, BIAS_ON, VALID,
+        K, KP, EP, SCORE, BIAS_ON, VALID, PADDING,
     )  # fmt: skip
     key = _keys(score, rank, valid, base, K)
     tl.store(key_ptr + tokens[:, None] * K + rank, key, mask=token_mask[:, None] & (rank < K))
@@ -307,6 +313,7 @@ def digit_kernel(
     K: tl.constexpr,
     CHUNK: tl.constexpr,
     VALID: tl.constexpr,
+    PADDING: tl.constexpr,
     LEVEL: tl.constexpr,
 ):
     """How often each digit at LEVEL occurs among the keys that share the cut's digits before."""
@@ -315,7 +322,7 @@ def digit_kernel(
     pool = tl.program_id(0) // per_pool
     i = tl.program_id(0) % per_pool * CHUNK + tl.arange(0, CHUNK)
     histogram_ptr += pool * _DIGITS * _BINS
-    num_valid = _count_valid(valid_ptr, pool, num_tokens, CHUNK, VALID)
+    num_valid = _count_valid(valid_ptr, pool, num_tokens, CHUNK, VALID, PADDING)
     need = _extra(params_ptr, num_valid, base)
     prefix, _, _ = _descend(histogram_ptr, need, LEVEL)
     key = _ordered(tl.load(key_ptr + pool * size + i, mask=i < size, other=_LOWEST))
@@ -369,7 +376,9 @@ def _before(key, place, keys, places):
 
 
 @triton.jit
-def _count_valid(valid_ptr, pool, num_tokens, CHUNK: tl.constexpr, VALID: tl.constexpr):
+def _count_valid(
+    valid_ptr, pool, num_tokens, CHUNK: tl.constexpr, VALID: tl.constexpr, PADDING: tl.constexpr
+):
     """The tokens of a pool that are not padding."""
     num_valid = num_tokens
     if VALID:
@@ -377,6 +386,7 @@ def _count_valid(valid_ptr, pool, num_tokens, CHUNK: tl.constexpr, VALID: tl.con
         counted = tl.zeros((CHUNK,), dtype=tl.int32)
         for start in range(0, num_tokens, CHUNK):
             at = valid_ptr + pool * num_tokens + start + i
-            counted += (tl.load(at, mask=start + i < num_tokens, other=0) != 0).to(tl.int32)
+            marked = tl.load(at, mask=start + i < num_tokens, other=PADDING) != 0
+            counted += (marked != PADDING).to(tl.int32)
         num_valid = tl.sum(counted, 0)
     return num_valid

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from allocmoe.errors import AllocMoEError
+
 
 def register() -> None:
     """Put our runner in the place of vLLM's. Calling it twice does no harm.
 
     vLLM only logs what goes wrong while a plugin loads, and would then serve the unmodified model.
     So nothing is read or checked here: that happens when the first layer is built, where an error
-    stops the engine.
+    stops the engine. A vLLM without our seams is refused even without a plan, since one given later
+    would be ignored.
     """
-    from allocmoe.runtime.vllm.runner import register_runners
-
+    try:
+        from allocmoe.runtime.vllm.runner import register_runners
+    except ImportError as error:
+        raise AllocMoEError(
+            f"allocmoe needs vLLM 0.26 to 0.32 ({error}): take such a version, or set VLLM_PLUGINS "
+            "to the plugins you want without allocmoe"
+        ) from error
     register_runners()

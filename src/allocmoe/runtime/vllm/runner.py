@@ -96,14 +96,20 @@ class PlannedRouter:
         weights: torch.Tensor,
         ids: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        valid = _valid_tokens(ids)
-        self._current.step = Step(1, valid)
         control.see_router(logits)
         if ids.is_cuda:
+            # nothing but this one launch
+            self._current.step = Step(1)
             chosen, ranked = control.select_fused(
-                ids, weights, stand_in=not self.skips, activity=self._activity
+                ids,
+                weights,
+                padding_T=_padding(ids),
+                stand_in=not self.skips,
+                activity=self._activity,
             )
             return ranked, chosen.to(ids.dtype)
+        valid = _valid_tokens(ids)
+        self._current.step = Step(1, valid)
         # vLLM gives padding no expert, -1
         index, ranked, scores = control.rank(ids.long().clamp_min(0), weights)
         keep = control.select(scores)
@@ -129,10 +135,15 @@ class PlannedRouter:
         self._activity.zero_()
 
 
-def _valid_tokens(ids: torch.Tensor) -> torch.Tensor | None:
-    """Which rows are tokens, not what a CUDA graph pads its batch with."""
+def _padding(ids: torch.Tensor) -> torch.Tensor | None:
+    """Which rows are no tokens, but what a CUDA graph pads its batch with."""
     padding = get_forward_context().is_padding if is_forward_context_available() else None
-    return None if padding is None else ~padding[: ids.shape[0]]
+    return None if padding is None else padding[: ids.shape[0]]
+
+
+def _valid_tokens(ids: torch.Tensor) -> torch.Tensor | None:
+    padding = _padding(ids)
+    return None if padding is None else ~padding
 
 
 def _check_token_rule(plan: Plan, moe_config: Any, routed_experts: Any) -> None:
