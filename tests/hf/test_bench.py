@@ -16,6 +16,7 @@ from allocmoe import Benchmark, Plan, Protocol, apply, benchmark, make_plan
 from allocmoe.bench import steps
 from allocmoe.bench.clock import copy_bandwidth, time_ms
 from allocmoe.bench.floor import floor_bytes
+from allocmoe.bench.measure import Setup
 from allocmoe.bench.steps import Stepper
 from allocmoe.errors import AllocMoEError
 from allocmoe.models import inspect_model
@@ -226,8 +227,25 @@ class TestBenchmark:
                 assert prefill.speedup == pytest.approx(
                     base.time.median_ms / prefill.time.median_ms
                 )
-        assert result.prefill_drift > -1
-        assert result.decode_drift > -1
+
+    def test_the_drift_is_the_last_timing_over_the_first(
+        self, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        told: list[tuple[list[float], list[float]]] = []
+        original = Setup.time
+
+        def watch(*args: Any) -> tuple[list[float], list[float]]:
+            told.append(original(*args))
+            return told[-1]
+
+        monkeypatch.setattr(Setup, "time", watch)
+        result = benchmark(model, {}, protocol=PROTOCOL)
+        (first_prefill, first_step), (last_prefill, last_step) = told[0], told[-1]
+        assert len(told) == 3  # two prompt lengths, and the first one again
+        assert result.prefill_drift == pytest.approx(
+            median(last_prefill) / median(first_prefill) - 1
+        )
+        assert result.decode_drift == pytest.approx(median(last_step) / median(first_step) - 1)
 
     def test_fewer_experts_lower_the_floor(self, result: Benchmark) -> None:
         floors = {row.name: row.decode.floor_bytes for row in result.rows}

@@ -50,7 +50,7 @@ def tune_model(
     progress = progress or Progress()
 
     with torch.cuda.device(device), torch.no_grad():
-        total = len(tune._tasks(problem, tokens, device))
+        total = len(tune.tasks(problem, tokens, device))
         workers = max(1, min(16, (os.cpu_count() or 2) - 1))
         with progress.bar("compile", total) as bar:
             for done in tune.compile_all(problem, tokens, device, workers):

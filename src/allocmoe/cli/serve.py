@@ -55,9 +55,10 @@ def run(args: argparse.Namespace) -> None:
             "--no-enable-prefix-caching keeps the cache clean",
             style="yellow",
         )
-    for given, option in ((known.revision, "--revision"), (known.trust_remote_code, "")):
-        if given:
-            rest += [option, given] if option else ["--trust-remote-code"]
+    if known.revision:
+        rest += ["--revision", known.revision]
+    if known.trust_remote_code:
+        rest.append("--trust-remote-code")
     command = serve_command(load.place(args.model), plan.to_json(), known.additional_config, rest)
     os.environ["VLLM_PLUGINS"] = _plugins()
     sys.stderr.flush()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -14,6 +13,7 @@ from allocmoe.artifacts import Evaluation, LayerActivity, Plan, Quality, TokenRu
 from allocmoe.errors import AllocMoEError
 from allocmoe.models import MoEModel, inspect_model
 from allocmoe.progress import Progress
+from allocmoe.runtime.engine import Engine
 from allocmoe.runtime.hf import Controller
 from allocmoe.runtime.loss import (
     chunks,
@@ -26,17 +26,6 @@ from allocmoe.runtime.loss import (
 from allocmoe.text import Text
 
 UNMODIFIED = "unmodified"
-
-
-class Engine(Protocol):
-    """An inference engine of its own, such as `VllmEngine`."""
-
-    moe: MoEModel
-
-    def follow(self, plan: Plan | None) -> None: ...
-    def reset(self) -> None: ...
-    def activity(self) -> list[LayerActivity]: ...
-    def losses(self, ids_NS: torch.Tensor) -> tuple[float, torch.Tensor]: ...
 
 
 def evaluate(

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,10 +35,8 @@ from allocmoe.errors import AllocMoEError, first_line
 from allocmoe.evaluation.quality import UNMODIFIED, controlled, name_plans
 from allocmoe.models import MoEModel, inspect_model
 from allocmoe.progress import Bar, Progress
+from allocmoe.runtime.engine import Engine
 from allocmoe.runtime.hf import Controller
-
-if TYPE_CHECKING:
-    from allocmoe.evaluation.tasks_engine import TaskEngine
 
 # lm-eval's tasks, and the group that scores them as one if there is one, by the name to report
 Tasks = Mapping[str, Any]
@@ -183,7 +181,7 @@ def _finite(value: Any) -> float | None:
 
 
 def evaluate_tasks(
-    model: nn.Module | TaskEngine,
+    model: nn.Module | Engine,
     tokenizer: Any,
     plans: Mapping[str, Plan],
     tasks: Tasks | Sequence[str],
@@ -247,7 +245,7 @@ def evaluate_tasks(
 
 
 @contextmanager
-def _counted(model: nn.Module | TaskEngine, plan: Plan | None) -> Iterator[Controller | TaskEngine]:
+def _counted(model: nn.Module | Engine, plan: Plan | None) -> Iterator[Controller | Engine]:
     """The plan at work, and who counts."""
     if isinstance(model, nn.Module):
         with controlled(inspect_model(model), plan) as controller:

@@ -3,30 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from allocmoe.artifacts import LayerActivity, Plan
-from allocmoe.models import MoEModel
-
-
-class TaskEngine(Protocol):
-    """An inference engine of its own, such as `VllmEngine`."""
-
-    moe: MoEModel
-    max_length: int
-
-    def follow(self, plan: Plan | None) -> None: ...
-    def reset(self) -> None: ...
-    def activity(self) -> list[LayerActivity]: ...
-    def score(
-        self, prompts: Sequence[Sequence[int]], starts: Sequence[int]
-    ) -> list[tuple[float, bool]]: ...
-    def generate(
-        self, prompts: Sequence[Sequence[int]], options: Sequence[dict[str, Any]]
-    ) -> list[str]: ...
+from allocmoe.runtime.engine import Engine
 
 
 class EngineLM(TemplateLM):  # type: ignore[misc]
@@ -34,7 +16,7 @@ class EngineLM(TemplateLM):  # type: ignore[misc]
 
     backend = "causal"
 
-    def __init__(self, engine: TaskEngine, tokenizer: Any) -> None:
+    def __init__(self, engine: Engine, tokenizer: Any) -> None:
         super().__init__()
         self._engine, self.tokenizer = engine, tokenizer
         self.on_share: Callable[[float], None] = lambda share: None

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
-from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 import torch
 
@@ -13,17 +11,8 @@ from allocmoe.artifacts import TokenRule
 from allocmoe.models import MoEModel
 from allocmoe.profiling.ranks import Ranks
 from allocmoe.profiling.walk import LayerWalk, can_walk
+from allocmoe.runtime.engine import Engine
 from allocmoe.runtime.hf import Controller
-
-
-class Engine(Protocol):
-    """An inference engine of its own, such as `VllmEngine`."""
-
-    moe: MoEModel
-    dtype: str
-
-    def set_budgets(self, budgets: Sequence[float], token: TokenRule) -> None: ...
-    def losses(self, ids_NS: torch.Tensor) -> tuple[float, torch.Tensor]: ...
 
 
 class WalkMeasurer:
@@ -41,21 +30,13 @@ class WalkMeasurer:
         self._moe, self._token = moe, token
         self.walkable = can_walk(moe, ids_NS)
         self._walk = LayerWalk(moe, ids_NS, batch_size, ranks=ranks, offload=offload)
-        self._stack = ExitStack()
 
     def __enter__(self) -> Self:
-        self._controller = self._stack.enter_context(
-            Controller(self._moe, self._token, count=False)
-        )
+        self._controller = Controller(self._moe, self._token, count=False)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._stack.close()
+    def __exit__(self, *args: object) -> None:
+        self._controller.remove()
 
     def set_budgets(self, budgets: Sequence[float]) -> None:
         self._controller.set_budgets(budgets)

@@ -20,9 +20,10 @@ from allocmoe.artifacts import Context, ContextName, ModelInfo, Sensitivity, Tok
 from allocmoe.codec import check_writable, decode, encode, read_json, write_json
 from allocmoe.errors import AllocMoEError
 from allocmoe.models import MoEModel, inspect_model
-from allocmoe.profiling.measurers import Engine, EngineMeasurer, Measurer, WalkMeasurer
+from allocmoe.profiling.measurers import EngineMeasurer, Measurer, WalkMeasurer
 from allocmoe.profiling.ranks import Ranks, current_ranks
 from allocmoe.progress import Progress
+from allocmoe.runtime.engine import Engine
 from allocmoe.runtime.loss import num_predictions, overflow_hint, perplexity
 from allocmoe.solver import parse_budget, uniform, uniform_mean
 from allocmoe.text import Text

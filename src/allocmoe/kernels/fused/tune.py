@@ -122,18 +122,18 @@ def _compile_share(share: tuple[Problem, tuple[int, ...], str, int, int]) -> int
     torch.cuda.set_device(device)
     # the sizes of the experts make the kernel, not their number
     weights = problem.weights(device, num_experts=1)
-    tasks = _tasks(problem, tokens, device)[first::step]
-    for num_tokens, blocks, up in tasks:
+    own = tasks(problem, tokens, device)[first::step]
+    for num_tokens, blocks, up in own:
         hidden, index = problem.routing(min(num_tokens, 64), device)
         try:
             launch.product(hidden, index, weights, problem.layout, blocks, up)()
             torch.cuda.synchronize()
         except Exception:  # as in `tune`
             continue
-    return len(tasks)
+    return len(own)
 
 
-def _tasks(
+def tasks(
     problem: Problem, tokens: Sequence[int], device: torch.device
 ) -> list[tuple[int, Blocks, bool]]:
     """Every kernel once: few tokens make another one than many."""
