@@ -184,7 +184,7 @@ def main() -> None:
         "HF_HUB_OFFLINE": "1",
         **os.environ,
     }
-    rows = []
+    rows, failed = [], []
     for entry in args.entries.split(","):
         entry = entry.replace(";", ", ")
         command = [sys.executable, *sys.argv, "--entry", entry]
@@ -193,8 +193,10 @@ def main() -> None:
         )
         found = [line[7:] for line in done.stdout.splitlines() if line.startswith("RESULT ")]
         if not found:
-            print(done.stdout[-6000:], file=sys.stderr)
-            raise SystemExit(f"{entry} failed")
+            # the entries before and after it are worth having
+            print(f"{entry} failed:\n{done.stdout[-6000:]}", file=sys.stderr, flush=True)
+            failed.append(entry)
+            continue
         rows.append(json.loads(found[-1]))
         print(json.dumps(rows[-1]), flush=True)
     import vllm
@@ -204,11 +206,14 @@ def main() -> None:
         "shape": SHAPE,
         "settings": {k: v for k, v in vars(args).items() if k not in ("entry", "output")},
         "rows": rows,
+        "failed": failed,
         "vllm": vllm.__version__,
         **provenance(),
     }
     if args.output:
         write_json(args.output, result)
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":
