@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -199,19 +200,17 @@ def main() -> None:
             continue
         rows.append(json.loads(found[-1]))
         print(json.dumps(rows[-1]), flush=True)
-    import vllm
-
-    result = {
-        "benchmark": "vllm_decode",
-        "shape": SHAPE,
-        "settings": {k: v for k, v in vars(args).items() if k not in ("entry", "output")},
-        "rows": rows,
-        "failed": failed,
-        "vllm": vllm.__version__,
-        **provenance(),
-    }
-    if args.output:
-        write_json(args.output, result)
+        result = {
+            "benchmark": "vllm_decode",
+            "shape": SHAPE,
+            "settings": {k: v for k, v in vars(args).items() if k not in ("entry", "output")},
+            "rows": rows,
+            "failed": failed,
+            "vllm": version("vllm"),
+            **provenance(),
+        }
+        if args.output:
+            write_json(args.output, result)
     if failed:
         raise SystemExit(f"failed: {', '.join(failed)}")
 

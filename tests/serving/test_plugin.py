@@ -6,6 +6,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from vllm_runner import FAMILIES, IDS, SAME, engine, model, run
 
 import allocmoe
 from allocmoe.artifacts import Plan
+from allocmoe.errors import AllocMoEError
 
 TEXT = allocmoe.text_from_ids(
     torch.randint(3, 128, (4, 32), generator=torch.Generator().manual_seed(1))
@@ -203,6 +205,37 @@ def test_routing_outside_of_vllm_is_refused(
         engine(folders["olmoe"], make("olmoe", "uniform")),
     ):
         pass
+
+
+def test_context_parallelism_is_refused() -> None:
+    from allocmoe.runtime.vllm.runner import served_by
+
+    config = SimpleNamespace(
+        additional_config={"allocmoe": {"plan": make("olmoe", "alloc-t/batch").to_json()}},
+        parallel_config=SimpleNamespace(decode_context_parallel_size=2),
+    )
+    with pytest.raises(AllocMoEError, match="context parallelism"):
+        served_by(config)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_padding_is_told_by_what_vllm_keeps_up_to_date(
+    kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mask that vLLM does not use itself says what it said when a graph was captured."""
+    from allocmoe.runtime.vllm import versions
+
+    stale, slots = torch.ones(8, dtype=torch.bool), torch.tensor([5, 6, 7, -1, -1])
+    context = SimpleNamespace(is_padding=stale, slot_mapping={"a layer": slots})
+    monkeypatch.setattr(versions, "is_forward_context_available", lambda: True)
+    monkeypatch.setattr(versions, "get_forward_context", lambda: context)
+    monkeypatch.setenv("VLLM_MOE_SKIP_PADDING", str(int(kept)))
+    expected = stale if kept else slots
+    assert torch.equal(versions.padding_marks(4), expected[:4])
+    context.is_padding = None
+    assert torch.equal(versions.padding_marks(4), slots[:4])
+    context.slot_mapping = {}
+    assert versions.padding_marks(4) is None
 
 
 def test_a_vllm_without_our_seams_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

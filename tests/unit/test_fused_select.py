@@ -109,28 +109,32 @@ def test_weights(over: int) -> None:
 
 
 @pytest.mark.parametrize("way", ["standing", "radix"])
+@pytest.mark.parametrize("padding", ["marked, no expert", "marked", "no slot"])
 def test_a_stand_in_is_an_expert_that_the_token_runs(
-    way: str, monkeypatch: pytest.MonkeyPatch
+    padding: str, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As vLLM wants it: padding comes as -1 and stays so, and what ran is counted."""
+    """As vLLM wants it: padding that comes as -1 stays so, and what ran is counted."""
     monkeypatch.setattr(launch, "_STANDING", 0 if way == "radix" else 1 << 20)
     values = scores(40, 6, ties=False)
     index = torch.rand(40, E, device=DEVICE).argsort(1)[:, :6]
     valid = torch.arange(40, device=DEVICE) < 33
-    index[~valid] = -1
+    marks = ~valid
+    if padding == "no slot":
+        marks = torch.where(valid, torch.arange(40, device=DEVICE), -1)
+    elif padding == "marked, no expert":
+        index[~valid] = -1
     activity = torch.zeros(2, dtype=torch.int64, device=DEVICE)
     params = torch.tensor([2.5, 0.0], dtype=torch.float64, device=DEVICE)
     for times in (1, 2):
         chosen, weights = launch.launch_select(
             index, values, None, None, None, params, num_experts=E, rule="pool",
             score="weights", bias_on="none", base=1, num_pools=1, renormalise=False,
-            renormalise_over=0, stand_in=True, padding_T=~valid, activity=activity,
+            renormalise_over=0, stand_in=True, padding_T=marks, activity=activity,
         )  # fmt: skip
         assert activity.tolist() == [times * round(2.5 * 33), times * 33]
     keep = routing.select_batch(values, 2.5, 1, valid)
     expected = torch.where(keep, index, index[:, :1])
-    assert torch.equal(chosen[valid].long(), expected[valid])
-    assert (chosen[~valid] == -1).all()
+    assert torch.equal(chosen.long(), expected)
     assert torch.equal(weights, torch.where(keep, values, 0.0))
 
 

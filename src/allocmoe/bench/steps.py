@@ -5,6 +5,7 @@ Shape legend: B sequences, S tokens of a prompt.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import warnings
 from collections.abc import Callable
@@ -106,7 +107,7 @@ class Stepper:
 
 def warm_up(work: Callable[[], object]) -> None:
     """A few calls of `work`; where there is CUDA on another stream, as a capture asks for."""
-    stream = torch.cuda.Stream() if torch.cuda.is_available() else None
+    stream = _side_stream(torch.cuda.current_device()) if torch.cuda.is_available() else None
     if stream is not None:
         stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):  # None is no stream
@@ -114,6 +115,12 @@ def warm_up(work: Callable[[], object]) -> None:
             work()
     if stream is not None:
         torch.cuda.current_stream().wait_stream(stream)
+
+
+@functools.cache
+def _side_stream(device: int) -> torch.cuda.Stream:
+    # cuBLAS keeps a workspace for every stream that it has seen
+    return torch.cuda.Stream(device)
 
 
 def capture(work: Callable[[], object]) -> Callable[[], None]:

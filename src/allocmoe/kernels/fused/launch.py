@@ -196,8 +196,8 @@ def launch_select(
     """The router's choice with what the rule drops set to `num_experts`, and the weights.
 
     params: the layer's budget and threshold in float64. `select` lists the rules and scores.
-    padding_T: instead of `valid_T`, the opposite.
-    stand_in: a dropped pair is its token's first expert with weight 0, and padding has expert -1.
+    padding_T: instead of `valid_T`, the opposite, or integers that padding has below zero.
+    stand_in: a dropped pair is its token's first expert with weight 0.
     activity: two int64 on the device, to which kept pairs and tokens are added.
     """
     T, K = index_TK.shape
@@ -209,11 +209,14 @@ def launch_select(
         return out_index, out_weights
     KP = triton.next_power_of_2(K)
     EP = triton.next_power_of_2(num_experts)
-    mask = valid_T if padding_T is None else padding_T.view(torch.uint8)
-    inputs = (index, weights, logits, bias_E, mask)
+    marks, kind = valid_T, 0 if valid_T is None else 1
+    if padding_T is not None:
+        marks, kind = padding_T, 3
+        if padding_T.dtype == torch.bool:
+            marks, kind = padding_T.view(torch.uint8), 2
+    inputs = (index, weights, logits, bias_E, marks)
     shape: dict[str, Any] = dict(
-        K=K, KP=KP, EP=EP, SCORE=score, BIAS_ON=bias_on, VALID=mask is not None,
-        PADDING=padding_T is not None,
+        K=K, KP=KP, EP=EP, SCORE=score, BIAS_ON=bias_on, MARKS=kind,
     )  # fmt: skip
     # a tile of logits that registers hold
     tile = max(1, min(32, 4096 // EP, triton.next_power_of_2(T)))
@@ -240,8 +243,8 @@ def launch_select(
             )  # fmt: skip
             for level in range(1, DIGITS if rule == "cut" else 0):
                 digit_kernel[(num_pools * triton.cdiv(tokens * K, chunk),)](
-                    keys, histogram, mask, params, tokens, base, K, CHUNK=chunk,
-                    VALID=mask is not None, PADDING=padding_T is not None, LEVEL=level, num_warps=4,
+                    keys, histogram, marks, params, tokens, base, K, CHUNK=chunk,
+                    MARKS=kind, LEVEL=level, num_warps=4,
                 )  # fmt: skip
     select_kernel[(programs,)](
         *inputs, params, histogram, keys, out_index, out_weights, activity, tokens, num_experts,

@@ -12,7 +12,8 @@ before its own (`standing`). The largest find the pool's cut by radix selection 
 and how often each first digit occurs, one launch for each further digit, then the pairs: kept is
 what lies above the cut, and of what lies on it the first ones.
 
-`valid_ptr` marks the tokens that are none of padding, or with PADDING those that are.
+`marks_ptr` tells tokens from padding, by MARKS: 0 none, all are tokens; 1 a mask of the tokens; 2 a
+mask of the padding; 3 the tokens' slots in a cache, where padding has a negative one.
 
 Shape legend: T tokens, K columns, E experts, P pools.
 """
@@ -37,7 +38,7 @@ def _scores(
     weight_ptr,
     logits_ptr,
     bias_ptr,
-    valid_ptr,
+    marks_ptr,
     tokens,
     token_mask,
     E,
@@ -46,21 +47,21 @@ def _scores(
     EP: tl.constexpr,
     SCORE: tl.constexpr,
     BIAS_ON: tl.constexpr,
-    VALID: tl.constexpr,
-    PADDING: tl.constexpr,
+    MARKS: tl.constexpr,
 ):
     """index, weight, score and rank of a tile of tokens, `[T, KP]`, and who is no padding `[T]`."""
     k = tl.arange(0, KP)
     pair = tokens[:, None] * K + k[None, :]
     mask = token_mask[:, None] & (k < K)[None, :]
-    # padding may come with the expert -1
-    index = tl.maximum(tl.load(index_ptr + pair, mask=mask, other=0).to(tl.int32), 0)
+    index = tl.load(index_ptr + pair, mask=mask, other=0).to(tl.int32)
     weight = tl.load(weight_ptr + pair, mask=mask, other=0.0).to(tl.float32)
     if SCORE == "weights":
         score = weight
     else:
         at = tokens.to(tl.int64)[:, None] * E
-        chosen = tl.load(logits_ptr + at + index, mask=mask, other=0.0).to(tl.float32)
+        # padding may come with the expert -1
+        inside = mask & (index >= 0)
+        chosen = tl.load(logits_ptr + at + index, mask=inside, other=0.0).to(tl.float32)
         if SCORE == "softmax":
             e = tl.arange(0, EP)
             row_mask = token_mask[:, None] & (e < E)[None, :]
@@ -80,18 +81,26 @@ def _scores(
         choice = score
         if BIAS_ON != "none":
             on = score if BIAS_ON == "score" else chosen
-            choice = on + tl.load(bias_ptr + index, mask=mask, other=0.0).to(tl.float32)
+            choice = on + tl.load(bias_ptr + index, mask=inside, other=0.0).to(tl.float32)
         choice = tl.where((k < K)[None, :], choice, float("-inf"))
         ahead = (choice[:, None, :] > choice[:, :, None]) | (
             (choice[:, None, :] == choice[:, :, None]) & (k[None, None, :] < k[None, :, None])
         )
         rank = tl.sum(ahead.to(tl.int32), 2)
     rank = tl.where((k < K)[None, :], rank, KP)
-    valid = token_mask
-    if VALID:
-        marked = tl.load(valid_ptr + tokens, mask=token_mask, other=0) != 0
-        valid = token_mask & (marked != PADDING)
+    valid = _are_tokens(marks_ptr, tokens, token_mask, MARKS)
     return index, weight, score, rank, valid
+
+
+@triton.jit
+def _are_tokens(marks_ptr, at, mask, MARKS: tl.constexpr):
+    if MARKS == 1:
+        mask = tl.load(marks_ptr + at, mask=mask, other=0) != 0
+    elif MARKS == 2:
+        mask = tl.load(marks_ptr + at, mask=mask, other=1) == 0
+    elif MARKS == 3:
+        mask = tl.load(marks_ptr + at, mask=mask, other=-1) >= 0
+    return mask
 
 
 @triton.jit
@@ -123,7 +132,6 @@ def _write(
     weight,
     score,
     rank,
-    valid,
     tokens,
     token_mask,
     E,
@@ -143,9 +151,8 @@ def _write(
     pair = tokens[:, None] * K + k[None, :]
     dropped = tl.zeros_like(index) + E
     if STAND_IN:
-        # padding has no expert at all
         first = tl.sum(tl.where(rank == 0, index, 0), 1)
-        dropped += (tl.where(valid, first, -1) - E)[:, None]
+        dropped += (first - E)[:, None]
     tl.store(out_index_ptr + pair, tl.where(keep, index, dropped), mask=mask)
     kept = tl.where(keep, weight, 0.0).to(out_weight_ptr.dtype.element_ty)
     tl.store(out_weight_ptr + pair, kept, mask=mask)
@@ -157,7 +164,7 @@ def select_kernel(
     weight_ptr,
     logits_ptr,
     bias_ptr,
-    valid_ptr,
+    marks_ptr,
     params_ptr,
     histogram_ptr,
     key_ptr,
@@ -176,8 +183,7 @@ def select_kernel(
     RULE: tl.constexpr,
     SCORE: tl.constexpr,
     BIAS_ON: tl.constexpr,
-    VALID: tl.constexpr,
-    PADDING: tl.constexpr,
+    MARKS: tl.constexpr,
     RENORMALISE: tl.constexpr,
     STAND_IN: tl.constexpr,
     COUNTED: tl.constexpr,
@@ -202,8 +208,8 @@ def select_kernel(
         tokens = program * TOKENS + t
         token_mask = tokens < num_tokens
     index, weight, score, rank, valid = _scores(
-        index_ptr, weight_ptr, logits_ptr, bias_ptr, valid_ptr, tokens, token_mask, E,
-        K, KP, EP, SCORE, BIAS_ON, VALID, PADDING,
+        index_ptr, weight_ptr, logits_ptr, bias_ptr, marks_ptr, tokens, token_mask, E,
+        K, KP, EP, SCORE, BIAS_ON, MARKS,
     )  # fmt: skip
     keep = rank < base
     if RULE == "threshold":
@@ -224,7 +230,7 @@ def select_kernel(
         at = tl.reshape(place, (N,))
         size = num_tokens * K
         if RULE == "cut":
-            num_valid = _count_valid(valid_ptr, pool, num_tokens, CHUNK, VALID, PADDING)
+            num_valid = _count_valid(marks_ptr, pool, num_tokens, CHUNK, MARKS)
             need = _extra(params_ptr, num_valid, base)
             cut, need, ties = _descend(histogram_ptr + pool * _DIGITS * _BINS, need, _DIGITS)
             above = _ordered(own) > cut
@@ -245,7 +251,7 @@ def select_kernel(
                 num_valid = tl.sum(valid.to(tl.int32), 0)
                 before = _before(own, at, own, at)
             else:
-                num_valid = _count_valid(valid_ptr, pool, num_tokens, CHUNK, VALID, PADDING)
+                num_valid = _count_valid(marks_ptr, pool, num_tokens, CHUNK, MARKS)
                 before = tl.zeros((N,), dtype=tl.int32)
                 for start in range(0, size, CHUNK):
                     i = start + tl.arange(0, CHUNK)
@@ -255,7 +261,7 @@ def select_kernel(
             keep = keep | tl.reshape(before < extra, (TOKENS, KP))
     keep = keep & valid[:, None] & (rank < K)
     _write(
-        out_index_ptr, out_weight_ptr, keep, index, weight, score, rank, valid, tokens, token_mask,
+        out_index_ptr, out_weight_ptr, keep, index, weight, score, rank, tokens, token_mask,
         E, renormalise_over, K, KP, RENORMALISE, STAND_IN,
     )  # fmt: skip
     if COUNTED:
@@ -269,7 +275,7 @@ def keys_kernel(
     weight_ptr,
     logits_ptr,
     bias_ptr,
-    valid_ptr,
+    marks_ptr,
     key_ptr,
     histogram_ptr,
     num_tokens,
@@ -281,8 +287,7 @@ def keys_kernel(
     TOKENS: tl.constexpr,
     SCORE: tl.constexpr,
     BIAS_ON: tl.constexpr,
-    VALID: tl.constexpr,
-    PADDING: tl.constexpr,
+    MARKS: tl.constexpr,
     COUNT: tl.constexpr,
 ):
     """The keys of pools in the order of their places, and (COUNT) how often each first digit is."""
@@ -292,8 +297,8 @@ def keys_kernel(
     token_mask = in_pool < num_tokens
     tokens = pool * num_tokens + in_pool
     _, _, score, rank, valid = _scores(
-        index_ptr, weight_ptr, logits_ptr, bias_ptr, valid_ptr, tokens, token_mask, E,
-        K, KP, EP, SCORE, BIAS_ON, VALID, PADDING,
+        index_ptr, weight_ptr, logits_ptr, bias_ptr, marks_ptr, tokens, token_mask, E,
+        K, KP, EP, SCORE, BIAS_ON, MARKS,
     )  # fmt: skip
     key = _keys(score, rank, valid, base, K)
     tl.store(key_ptr + tokens[:, None] * K + rank, key, mask=token_mask[:, None] & (rank < K))
@@ -306,14 +311,13 @@ def keys_kernel(
 def digit_kernel(
     key_ptr,
     histogram_ptr,
-    valid_ptr,
+    marks_ptr,
     params_ptr,
     num_tokens,
     base,
     K: tl.constexpr,
     CHUNK: tl.constexpr,
-    VALID: tl.constexpr,
-    PADDING: tl.constexpr,
+    MARKS: tl.constexpr,
     LEVEL: tl.constexpr,
 ):
     """How often each digit at LEVEL occurs among the keys that share the cut's digits before."""
@@ -322,7 +326,7 @@ def digit_kernel(
     pool = tl.program_id(0) // per_pool
     i = tl.program_id(0) % per_pool * CHUNK + tl.arange(0, CHUNK)
     histogram_ptr += pool * _DIGITS * _BINS
-    num_valid = _count_valid(valid_ptr, pool, num_tokens, CHUNK, VALID, PADDING)
+    num_valid = _count_valid(marks_ptr, pool, num_tokens, CHUNK, MARKS)
     need = _extra(params_ptr, num_valid, base)
     prefix, _, _ = _descend(histogram_ptr, need, LEVEL)
     key = _ordered(tl.load(key_ptr + pool * size + i, mask=i < size, other=_LOWEST))
@@ -376,17 +380,14 @@ def _before(key, place, keys, places):
 
 
 @triton.jit
-def _count_valid(
-    valid_ptr, pool, num_tokens, CHUNK: tl.constexpr, VALID: tl.constexpr, PADDING: tl.constexpr
-):
+def _count_valid(marks_ptr, pool, num_tokens, CHUNK: tl.constexpr, MARKS: tl.constexpr):
     """The tokens of a pool that are not padding."""
     num_valid = num_tokens
-    if VALID:
-        i = tl.arange(0, CHUNK)
+    if MARKS != 0:
         counted = tl.zeros((CHUNK,), dtype=tl.int32)
         for start in range(0, num_tokens, CHUNK):
-            at = valid_ptr + pool * num_tokens + start + i
-            marked = tl.load(at, mask=start + i < num_tokens, other=PADDING) != 0
-            counted += (marked != PADDING).to(tl.int32)
+            i = start + tl.arange(0, CHUNK)
+            at = pool * num_tokens + i
+            counted += _are_tokens(marks_ptr, at, i < num_tokens, MARKS).to(tl.int32)
         num_valid = tl.sum(counted, 0)
     return num_valid

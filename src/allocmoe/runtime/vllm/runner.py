@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from vllm.config import get_current_vllm_config
-from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.logger import init_logger
 from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
@@ -103,7 +102,7 @@ class PlannedRouter:
             chosen, ranked = control.select_fused(
                 ids,
                 weights,
-                padding_T=_padding(ids),
+                padding_T=versions.padding_marks(len(ids)),
                 stand_in=not self.skips,
                 activity=self._activity,
             )
@@ -135,15 +134,11 @@ class PlannedRouter:
         self._activity.zero_()
 
 
-def _padding(ids: torch.Tensor) -> torch.Tensor | None:
-    """Which rows are no tokens, but what a CUDA graph pads its batch with."""
-    padding = get_forward_context().is_padding if is_forward_context_available() else None
-    return None if padding is None else padding[: ids.shape[0]]
-
-
 def _valid_tokens(ids: torch.Tensor) -> torch.Tensor | None:
-    padding = _padding(ids)
-    return None if padding is None else ~padding
+    marks = versions.padding_marks(len(ids))
+    if marks is None:
+        return None
+    return ~marks if marks.dtype == torch.bool else marks >= 0
 
 
 def _check_token_rule(plan: Plan, moe_config: Any, routed_experts: Any) -> None:
@@ -219,6 +214,13 @@ def served_by(vllm_config: Any) -> Served | None:
         plan, counts = read_settings(vllm_config.additional_config)
         served = None
         if plan is not None:
+            # a rank has slots for its own tokens only, so that others look like padding
+            split = vllm_config.parallel_config.decode_context_parallel_size > 1
+            if plan.token.rule != "none" and split:
+                raise AllocMoEError(
+                    f"{plan.token.label} cannot run with context parallelism: leave out "
+                    "--decode-context-parallel-size, or serve a plan without a token rule"
+                )
             served = serve_plan(plan, vllm_config.model_config.hf_text_config, counts)
             logger.info(served.summary())
             if plan.token.scope == "batch" and vllm_config.cache_config.enable_prefix_caching:
