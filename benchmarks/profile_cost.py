@@ -130,6 +130,14 @@ def run_way(args: argparse.Namespace) -> dict[str, Any]:
     return {"seconds": time.perf_counter() - began, "peak_bytes": peak, "matrix": matrix}
 
 
+def settings(args: argparse.Namespace) -> dict[str, Any]:
+    given = {k: v for k, v in vars(args).items() if k not in ("way", "output")}
+    if args.shape:  # it brings these of its own
+        for name in ("layers", "experts", "top_k", "hidden", "expert_width", "vocabulary", "dtype"):
+            del given[name]
+    return given
+
+
 def main() -> None:
     args = parse()
     if args.way:
@@ -150,7 +158,7 @@ def main() -> None:
     median = {w: statistics.median(r["seconds"] for r in runs[w]) for w in WAYS}
     result = {
         "benchmark": "profile_cost",
-        "settings": {k: v for k, v in vars(args).items() if k not in ("way", "output")},
+        "settings": settings(args),
         "seconds": {way: [round(r["seconds"], 3) for r in runs[way]] for way in WAYS},
         "peak_mib": {
             way: round(max(r["peak_bytes"] for r in runs[way]) / 2**20, 1) for way in WAYS

@@ -12,6 +12,7 @@ set for the scores that such a random router gives.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import os
 import random
@@ -20,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -50,6 +52,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--long-prompt", type=int, default=2048)
     parser.add_argument("--warmups", type=int, default=5)
     parser.add_argument("--runs", type=int, default=10)
+    parser.add_argument("--capture", default="1,2,4,8,16,32,64,128,256", help="CUDA graph sizes")
+    parser.add_argument("--timeout", type=float, default=300, help="seconds for an entry")
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("-o", "--output", type=Path)
     parser.add_argument("--entry", help=argparse.SUPPRESS)
@@ -118,6 +122,7 @@ def run_entry(args: argparse.Namespace) -> dict[str, Any]:
         gpu_memory_utilization=0.5,
         enable_prefix_caching=False,
         enforce_eager=args.eager,
+        compilation_config={"cudagraph_capture_sizes": [int(n) for n in args.capture.split(",")]},
         seed=0,
     )
     plan = None
@@ -127,7 +132,9 @@ def run_entry(args: argparse.Namespace) -> dict[str, Any]:
         plan = half(args.entry, args.layers)
         options["additional_config"] = {"allocmoe": {"plan": plan.to_json()}}
         options["worker_extension_cls"] = "allocmoe.runtime.vllm.worker.WorkerExtension"
+    began = time.perf_counter()
     llm = LLM(**options)
+    started = time.perf_counter() - began
     llm.apply_model(reinit)
 
     def prompts(length: int) -> list[dict[str, list[int]]]:
@@ -155,7 +162,7 @@ def run_entry(args: argparse.Namespace) -> dict[str, Any]:
             times["prefill_ms"].append(1e3 * first)
             times["decode_ms"].append(1e3 * (whole - first) / args.decode)
             times["long_prefill_ms"].append(1e3 * long)
-    result: dict[str, Any] = {"entry": args.entry}
+    result: dict[str, Any] = {"entry": args.entry, "start_s": round(started, 1)}
     for name, values in times.items():
         result[name] = {
             "median": round(statistics.median(values), 4),
@@ -175,9 +182,17 @@ def run_entry(args: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     args = parse()
     if args.entry:
-        print("RESULT " + json.dumps(run_entry(args)), flush=True)
+        # what it does when the time is up
+        faulthandler.dump_traceback_later(args.timeout, exit=True)
+        code = 1
+        try:
+            print("RESULT " + json.dumps(run_entry(args)), flush=True)
+            code = 0
+        except BaseException:
+            traceback.print_exc()
         # vLLM's threads may not end
-        os._exit(0)
+        sys.stderr.flush()
+        os._exit(code)
     environment = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",

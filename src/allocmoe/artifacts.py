@@ -7,9 +7,12 @@ on another and a number can be traced to its run.
 from __future__ import annotations
 
 import datetime
+import functools
 import math
+import os
 import platform
 import statistics
+import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from importlib import metadata
@@ -146,7 +149,24 @@ def package_versions() -> dict[str, str]:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             versions[name] = "not installed"
-    return versions
+    commit = source_commit()
+    return versions | ({"commit": commit} if commit else {})
+
+
+@functools.cache
+def source_commit() -> str | None:
+    """Of a checkout; ALLOCMOE_COMMIT says it where the files came without their history."""
+    if "ALLOCMOE_COMMIT" in os.environ:
+        return os.environ["ALLOCMOE_COMMIT"]
+    root = Path(__file__).parents[2]
+    if not (root / ".git").exists():
+        return None
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude", "*"]
+    try:
+        done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()
 
 
 def now() -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -33,8 +32,6 @@ MASK[2, :9] = 0
 
 @pytest.fixture(scope="module", params=SUPPORTED)
 def moe(request: pytest.FixtureRequest) -> MoEModel:
-    if request.param == "aria" and version("transformers") < "5.18":
-        pytest.skip("aria's experts joined the common call after 5.17")
     return inspect_model(tiny(request.param))
 
 

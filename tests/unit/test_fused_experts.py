@@ -23,7 +23,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # the interpreter takes bfloat16 for integers
 DTYPES = [torch.float16, torch.bfloat16] if DEVICE == "cuda" else [torch.float16]
 # gated; interleaved, transposed, clamped and with biases; no gate; transposed; clamped
-LAYOUTS = ["olmoe", "gpt_oss", "nemotron_h", "aria", "hy_v4"]
+LAYOUTS = [f for f in ("olmoe", "gpt_oss", "nemotron_h", "aria", "hy_v4") if f in available()]
 # off every block size, and several blocks of an expert
 BLOCKS = [
     Blocks(16, Tile(32, 32, 1, 4, 2, False), Tile(16, 16, 1, 4, 2, False)),

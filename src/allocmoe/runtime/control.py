@@ -206,7 +206,7 @@ class LayerControl:
             weights_TK,
             logits,
             None if self._bias is None else self._bias.flatten(),
-            None if valid is None else valid.view(torch.uint8),
+            valid,
             self._params,
         )
         settings: dict[str, Any] = dict(

@@ -211,9 +211,9 @@ def launch_select(
     EP = triton.next_power_of_2(num_experts)
     marks, kind = valid_T, 0 if valid_T is None else 1
     if padding_T is not None:
-        marks, kind = padding_T, 3
-        if padding_T.dtype == torch.bool:
-            marks, kind = padding_T.view(torch.uint8), 2
+        marks, kind = padding_T, 2 if padding_T.dtype == torch.bool else 3
+    if marks is not None and marks.dtype == torch.bool:
+        marks = marks.view(torch.uint8)
     inputs = (index, weights, logits, bias_E, marks)
     shape: dict[str, Any] = dict(
         K=K, KP=KP, EP=EP, SCORE=score, BIAS_ON=bias_on, MARKS=kind,
