@@ -1,4 +1,4 @@
-"""Text folder to token shards: tokenizer, decontamination, tokens as uint16 on disk.
+"""Text folder to token shards: decontamination, tokenizer, tokens as uint16 on disk.
 
     python recipes/reference/prepare.py TEXT_FOLDER -o prepared
 
@@ -13,8 +13,10 @@ import argparse
 import json
 import lzma
 import multiprocessing
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from multiprocessing.pool import Pool
 from pathlib import Path
 
 import numpy as np
@@ -24,35 +26,86 @@ from transformers import PreTrainedTokenizerFast
 SEPARATOR = "\n<|doc|>\n"
 END = "<|endoftext|>"
 OVERLAP_WORDS = 13
+# long texts are cut into blocks for the workers, each a little into the next
+BLOCK, EDGE = 1_000_000, 1_000
+MIX = np.uint64(0x9E3779B97F4A7C15)  # odd, so that no bit of a word's hash is lost
 
-_forbidden: set[int] = set()
+# what the forked workers inherit
+_forbidden = np.empty(0, dtype=np.uint64)
 _tokenizer: Tokenizer | None = None
 
 
-def parse() -> argparse.Namespace:
+def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("-o", "--output", type=Path, required=True)
-    parser.add_argument("--vocabulary", type=int, default=2048)
-    parser.add_argument("--exclude", type=Path, nargs="*", default=[], help="text files")
-    return parser.parse_args()
+    parser.add_argument("--vocabulary", type=int, default=2048, help="at most 65536")
+    parser.add_argument(
+        "--exclude",
+        type=Path,
+        nargs="*",
+        default=[],
+        metavar="PATH",
+        help="what will be measured on: files of any textual format, also .xz, or folders of them",
+    )
+    parser.add_argument("--processes", type=int, default=os.cpu_count())
+    args = parser.parse_args(words)
+    if not 256 < args.vocabulary <= 1 << 16:
+        parser.error("--vocabulary is 257 to 65536: every byte, the end, and tokens as uint16")
+    return args
 
 
 def read(path: Path) -> str:
-    if path.suffix == ".xz":
-        with lzma.open(path, "rt", encoding="utf-8") as file:
-            return file.read()
-    return path.read_text(encoding="utf-8")
+    try:
+        if path.suffix == ".xz":
+            with lzma.open(path, "rt", encoding="utf-8") as file:
+                return file.read()
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise SystemExit(f"{path} is not text in UTF-8: {error}") from None
 
 
 def documents(path: Path) -> Iterator[str]:
     yield from (d.strip() for d in read(path).split(SEPARATOR) if d.strip())
 
 
-def word_runs(text: str) -> Iterator[int]:
+def word_runs(text: str) -> np.ndarray:
+    """A 64-bit hash of every 13 words in a row: sum of hash(word_j) * MIX^(12 - j), mod 2^64."""
     words = re.findall(r"\w+", text.lower())
-    for i in range(len(words) - OVERLAP_WORDS + 1):
-        yield hash(tuple(words[i : i + OVERLAP_WORDS]))
+    count = len(words) - OVERLAP_WORDS + 1
+    if count < 1:
+        return np.empty(0, dtype=np.uint64)
+    hashes = np.fromiter(map(hash, words), dtype=np.int64, count=len(words)).view(np.uint64)
+    runs = np.zeros(count, dtype=np.uint64)
+    for j in range(OVERLAP_WORDS):
+        runs = runs * MIX + hashes[j : j + count]
+    return runs
+
+
+def unescape(text: str) -> str:
+    r"""JSON's \n and \u2019 as what they stand for: else they would stick to the next word."""
+    text = re.sub(r"\\u([0-9a-fA-F]{4})", lambda found: chr(int(found[1], 16)), text)
+    return re.sub(r"\\[bfnrt]", " ", text)
+
+
+def files_under(paths: Iterable[Path]) -> Iterator[Path]:
+    for path in paths:
+        if path.is_dir():
+            yield from sorted(file for file in path.rglob("*") if file.is_file())
+        else:
+            yield path
+
+
+def blocks(texts: Iterable[str]) -> Iterator[str]:
+    for text in texts:
+        for start in range(0, len(text), BLOCK):
+            yield text[start : start + BLOCK + EDGE]
+
+
+def block_runs(block: str) -> np.ndarray:
+    """Word runs of a text as it stands and unescaped."""
+    texts = (block, unescape(block)) if "\\" in block else (block,)
+    return np.unique(np.concatenate([word_runs(text) for text in texts]))
 
 
 def builtin_text() -> str:
@@ -62,7 +115,9 @@ def builtin_text() -> str:
 
 
 def clean(document: str) -> str | None:
-    return None if any(run in _forbidden for run in word_runs(document)) else document
+    runs = word_runs(document)
+    places = np.searchsorted(_forbidden, runs).clip(max=_forbidden.size - 1)
+    return None if (_forbidden[places] == runs).any() else document
 
 
 def encode(document: str) -> np.ndarray:
@@ -85,45 +140,59 @@ def train_tokenizer(sample: list[str], vocabulary: int) -> Tokenizer:
     return tokenizer
 
 
+def cleaned(pool: Pool, paths: list[Path]) -> tuple[list[str], int]:
+    """The documents that share nothing with what is kept out, and how many do."""
+    kept: list[str] = []
+    total = 0
+    for path in paths:
+        texts = list(documents(path))
+        total += len(texts)
+        kept += [text for text in pool.imap(clean, texts, chunksize=64) if text is not None]
+    return kept, total - len(kept)
+
+
+def write_tokens(pool: Pool, texts: list[str], path: Path) -> dict[str, int]:
+    tokens = np.concatenate(list(pool.imap(encode, texts, chunksize=64)))
+    tokens.tofile(path)
+    size = sum(len(text.encode()) for text in texts)
+    return {f"{path.stem}_tokens": int(tokens.size), f"{path.stem}_bytes": size}
+
+
 def main() -> None:
     global _forbidden, _tokenizer
     args = parse()
     args.output.mkdir(parents=True, exist_ok=True)
-    for text in (builtin_text(), *(read(path) for path in args.exclude)):
-        _forbidden.update(word_runs(text))
     files = sorted(p for p in args.folder.iterdir() if p.name.endswith((".txt", ".txt.xz")))
     train = [path for path in files if path.name != "val.txt"]
-    # forked workers inherit the forbidden runs, and later the tokenizer
+    excluded = list(files_under(args.exclude))
+    texts = [builtin_text(), *map(read, excluded)]
+    # forked, so that all workers hash a word alike and inherit what was found before
     fork = multiprocessing.get_context("fork")
-    kept: list[str] = []
-    total = 0
-    with fork.Pool() as pool:
-        for path in train:
-            found = list(documents(path))
-            total += len(found)
-            kept += [d for d in pool.imap(clean, found, chunksize=64) if d is not None]
-    print(f"{len(kept)} of {total} documents kept, {total - len(kept)} overlap", flush=True)
+    with fork.Pool(args.processes) as pool:
+        _forbidden = np.unique(np.concatenate(list(pool.imap(block_runs, blocks(texts)))))
+    print(f"{_forbidden.size} word runs to keep out, from {len(excluded)} files", flush=True)
+
+    with fork.Pool(args.processes) as pool:
+        kept, dropped = cleaned(pool, train)
+        held_out, _ = cleaned(pool, [path for path in files if path not in train])
+    print(f"{len(kept)} documents kept, {dropped} overlap", flush=True)
 
     _tokenizer = train_tokenizer(kept[:: max(1, len(kept) // 20000)], args.vocabulary)
     PreTrainedTokenizerFast(
         tokenizer_object=_tokenizer, eos_token=END, pad_token=END, model_max_length=1 << 20
     ).save_pretrained(args.output / "tokenizer")
-    with fork.Pool() as pool:
-        tokens = np.concatenate(list(pool.imap(encode, kept, chunksize=64)))
-        tokens.tofile(args.output / "train.bin")
-        facts = {
-            "files": [path.name for path in train],
-            "documents": len(kept),
-            "dropped_documents": total - len(kept),
-            "train_tokens": int(tokens.size),
-            "train_bytes": sum(len(d.encode()) for d in kept),
-        }
-        if (args.folder / "val.txt").exists():
-            held_out = [d for d in map(clean, documents(args.folder / "val.txt")) if d is not None]
-            held = np.concatenate(list(pool.imap(encode, held_out)))
-            held.tofile(args.output / "val.bin")
-            facts["val_tokens"] = int(held.size)
-            facts["val_bytes"] = sum(len(d.encode()) for d in held_out)
+    facts = {
+        "files": [path.name for path in train],
+        "vocabulary": _tokenizer.get_vocab_size(),
+        "excluded_files": len(excluded),
+        "excluded_word_runs": int(_forbidden.size),
+        "documents": len(kept),
+        "dropped_documents": dropped,
+    }
+    with fork.Pool(args.processes) as pool:
+        facts |= write_tokens(pool, kept, args.output / "train.bin")
+        if held_out:
+            facts |= write_tokens(pool, held_out, args.output / "val.bin")
     (args.output / "facts.json").write_text(json.dumps(facts, indent=2) + "\n")
     print(json.dumps(facts), flush=True)
 

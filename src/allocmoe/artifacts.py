@@ -144,13 +144,16 @@ class Context:
 
 def package_versions() -> dict[str, str]:
     versions = {"python": platform.python_version()}
-    for name in ("allocmoe", "torch", "transformers", "numpy"):
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            versions[name] = "not installed"
+    versions |= {name: version_of(name) for name in ("allocmoe", "torch", "transformers", "numpy")}
     commit = source_commit()
     return versions | ({"commit": commit} if commit else {})
+
+
+def version_of(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
 
 
 @functools.cache

@@ -31,12 +31,13 @@ ALLOWED: dict[str, str] = {
 }
 # room -> what it must not import
 FORBIDDEN: dict[str, str] = {
-    "models": "routing kernels runtime profiling planning evaluation bench solver cli",
-    "runtime": "profiling planning evaluation bench solver cli",
-    "profiling": "evaluation planning bench cli",
-    "evaluation": "profiling planning bench report cli",
-    "bench": "profiling planning evaluation solver report cli",
-    "planning": "cli",
+    "models": "routing kernels runtime profiling planning evaluation bench solver experiment cli",
+    "runtime": "profiling planning evaluation bench solver experiment cli",
+    "profiling": "evaluation planning bench experiment cli",
+    "evaluation": "profiling planning bench report experiment cli",
+    "bench": "profiling planning evaluation solver report experiment cli",
+    "planning": "experiment cli",
+    "experiment": "cli",
 }
 
 

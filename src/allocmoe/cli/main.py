@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from allocmoe.artifacts import package_versions
+from allocmoe.artifacts import version_of
 from allocmoe.cli import (
     analyze,
     bench,
@@ -19,6 +19,7 @@ from allocmoe.cli import (
     compare,
     demo,
     evaluate,
+    experiment,
     generate,
     inspect,
     models,
@@ -43,6 +44,7 @@ VERBS = (
     bench,
     tune,
     report,
+    experiment,
     generate,
     serve,
     inspect,
@@ -67,7 +69,7 @@ def make_parser() -> argparse.ArgumentParser:
         epilog="example: allocmoe models",
         formatter_class=layout,
     )
-    version = f"allocmoe {package_versions()['allocmoe']}"
+    version = f"allocmoe {version_of('allocmoe')}"
     parser.add_argument("--version", action="version", version=version)
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     for module in VERBS:

@@ -34,6 +34,15 @@ _COLUMNS = (
 )
 
 
+def plain_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
+    for name in columns:
+        table.add_column(name)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
 def quality_table(evaluation: Evaluation, best: str | None = None) -> Table:
     """One row a plan; `best` is marked, or else the lowest perplexity at each budget is."""
     text = evaluation.text

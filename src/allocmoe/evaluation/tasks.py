@@ -1,7 +1,7 @@
 """Scores of plans on tasks of lm-evaluation-harness (lm-eval), and what each task made them run.
 
 `load_tasks` and `run_task` know no engine: they take any model that lm-eval calls an `LM`, and two
-callbacks for the counting. `evaluate_tasks` is the transformers engine.
+callbacks for the counting. `TaskRunner` is a model with its engine.
 """
 
 from __future__ import annotations
@@ -47,13 +47,18 @@ BOOTSTRAP_DRAWS = 10_000
 
 
 def load_tasks(
-    names: Sequence[str], directory: str | Path | None = None, *, shots: int | None = None
+    names: Sequence[str],
+    directory: str | Path | None = None,
+    *,
+    shots: int | None = None,
+    answer_tokens: int | None = None,
 ) -> Tasks:
     """The tasks with their data, ready for `evaluate_tasks`.
 
     names: of tasks, groups or tags, lm-eval's own or those of the YAML files in `directory`. A
     group that lm-eval scores as one stays one, others are taken apart. shots: examples before each
     question instead of the task's own number; a task written for none stays without.
+    answer_tokens: the most that a generated answer may have, if less than the task's own.
     """
     if shots is not None and shots < 0:
         raise AllocMoEError(f"shots must be 0 or more, not {shots}")
@@ -74,7 +79,7 @@ def load_tasks(
                     f"the task {name} cannot be loaded: {first_line(error)}"
                 ) from error
             for task in loaded["tasks"].values():
-                _prepare(task, shots)
+                _prepare(task, shots, answer_tokens)
             group = loaded["groups"].get(name)
             if group is not None and group.has_aggregation:
                 tasks[name] = loaded
@@ -86,21 +91,30 @@ def load_tasks(
 
 
 def _task_manager(names: Sequence[str], directory: str | Path | None) -> Any:
-    try:
-        from lm_eval.tasks.manager import TaskManager
-    except ImportError:
-        raise AllocMoEError(
-            "tasks need lm-eval 0.4.12 or newer: pip install 'allocmoe[tasks]'"
-        ) from None
+    require_lm_eval()
+    from lm_eval.tasks.manager import TaskManager
+
     if directory is not None:
         local = TaskManager(include_path=str(directory), include_defaults=False)
         # the thousands of tasks that come with lm-eval take seconds to read
-        if {*names} <= {*local.all_subtasks}:
+        known = {*local.all_tasks}
+        groups = [local.task_index[name].cfg["task"] for name in local.all_groups]
+        members = {member for group in groups for member in group if isinstance(member, str)}
+        if {*names} | members <= known:
             return local
     return TaskManager(include_path=None if directory is None else str(directory))
 
 
-def _prepare(task: Any, shots: int | None) -> None:
+def require_lm_eval() -> None:
+    try:
+        import lm_eval.tasks.manager  # noqa: F401
+    except ImportError:
+        raise AllocMoEError(
+            "tasks need lm-eval 0.4.12 or newer: pip install 'allocmoe[tasks]'"
+        ) from None
+
+
+def _prepare(task: Any, shots: int | None, answer_tokens: int | None) -> None:
     if getattr(task, "UNSAFE_CODE", False):
         raise AllocMoEError(
             f"the task {task.task_name} runs code that the model writes, which allocmoe does not"
@@ -108,6 +122,10 @@ def _prepare(task: Any, shots: int | None) -> None:
     own = task.get_config("num_fewshot")
     if own is None or (shots is not None and own != 0):
         task.set_config(key="num_fewshot", value=shots or 0)
+    settings = task.get_config("generation_kwargs")
+    if answer_tokens is not None and settings is not None:
+        most = min(answer_tokens, settings.get("max_gen_toks", answer_tokens))
+        task.set_config(key="generation_kwargs", value={**settings, "max_gen_toks": most})
 
 
 def run_task(
@@ -180,6 +198,59 @@ def _finite(value: Any) -> float | None:
     return float(value) if number else None
 
 
+class TaskRunner:
+    """A model as lm-eval sees it, for tasks and plans one by one.
+
+    model: a transformers model, or an engine that runs one (`VllmEngine`), which makes its own
+      batches.
+    """
+
+    def __init__(self, model: nn.Module | Engine, tokenizer: Any, *, batch_size: int = 8) -> None:
+        if batch_size < 1:
+            raise AllocMoEError(f"batch_size must be 1 or more, not {batch_size}")
+        self.moe = inspect_model(model) if isinstance(model, nn.Module) else model.moe
+        self._model = model
+        require_lm_eval()
+        self._lm: Any
+        if isinstance(model, nn.Module):
+            from allocmoe.evaluation.tasks_hf import MaskedHFLM
+
+            with _quiet():
+                self._lm = MaskedHFLM(self.moe.model, tokenizer, batch_size)
+        else:
+            from allocmoe.evaluation.tasks_engine import EngineLM
+
+            self._lm = EngineLM(model, tokenizer)
+
+    def run(
+        self,
+        name: str,
+        tasks: Tasks,
+        plan: Plan | None,
+        *,
+        limit: int | None = None,
+        on_share: Callable[[float], None] = lambda share: None,
+        note: Callable[[str], None] = lambda line: None,
+    ) -> TaskResult:
+        """One of the loaded tasks under a plan, or without any.
+
+        on_share hears what share of the task has just been run.
+        """
+        if limit is not None and limit < 1:
+            raise AllocMoEError(f"limit must be 1 or more, not {limit}")
+        self._lm.on_share = on_share
+        with _counted(self._model, plan) as controller:
+            return run_task(
+                self._lm,
+                name,
+                tasks,
+                reset=controller.reset,
+                activity=controller.activity,
+                limit=limit,
+                note=note,
+            )
+
+
 def evaluate_tasks(
     model: nn.Module | Engine,
     tokenizer: Any,
@@ -195,47 +266,25 @@ def evaluate_tasks(
     model: a transformers model, or an engine that runs one (`VllmEngine`), which makes its own
       batches. tasks: names of lm-eval's tasks, or what `load_tasks` gives. limit: items of each.
     """
-    moe = inspect_model(model) if isinstance(model, nn.Module) else model.moe
-    named = name_plans(moe, plans)
-    for word, number in (("batch_size", batch_size), ("limit", limit)):
-        if number is not None and number < 1:
-            raise AllocMoEError(f"{word} must be 1 or more, not {number}")
+    runner = TaskRunner(model, tokenizer, batch_size=batch_size)
+    named = name_plans(runner.moe, plans)
     loaded = tasks if isinstance(tasks, Mapping) else load_tasks(tasks)
     progress = progress or Progress()
-    lm: Any
-    if isinstance(model, nn.Module):
-        from allocmoe.evaluation.tasks_hf import MaskedHFLM
-
-        with _quiet():
-            lm = MaskedHFLM(moe.model, tokenizer, batch_size)
-    else:
-        from allocmoe.evaluation.tasks_engine import EngineLM
-
-        lm = EngineLM(model, tokenizer)
     rows = []
     with progress.bar("tasks", len(named) * len(loaded)) as bar:
         for name, plan in named:
             results = []
-            with _counted(model, plan) as controller:
-                for task in loaded:
-                    share = _Share(bar, f"{task}, {name}")
-                    lm.on_share = share.advance
-                    results.append(
-                        run_task(
-                            lm,
-                            task,
-                            loaded,
-                            reset=controller.reset,
-                            activity=controller.activity,
-                            limit=limit,
-                            # the same for all plans
-                            note=progress.note if plan is None else lambda line: None,
-                        )
-                    )
-                    share.advance(1.0)
-            rows.append(_row(moe, name, plan, results))
+            for task in loaded:
+                share = _Share(bar, f"{task}, {name}")
+                # the same for all plans
+                note = progress.note if plan is None else lambda line: None
+                results.append(
+                    runner.run(task, loaded, plan, limit=limit, on_share=share.advance, note=note)
+                )
+                share.advance(1.0)
+            rows.append(_row(runner.moe, name, plan, results))
     return TaskEvaluation(
-        model=moe.info,
+        model=runner.moe.info,
         text=None,
         versions={**package_versions(), "lm-eval": metadata.version("lm-eval")},
         batch_size=batch_size,

@@ -1,0 +1,1 @@
+"""The experiments of a paper, run again and reported."""

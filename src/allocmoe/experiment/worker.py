@@ -1,0 +1,260 @@
+"""Runs cells. A worker loads the model once and keeps it; results go back as plain JSON, so that a
+worker on another machine needs nothing but the package, the model and the data."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from allocmoe.artifacts import Plan, Sensitivity, now, package_versions
+from allocmoe.bench.benchmark import benchmark
+from allocmoe.bench.machine import describe_machine
+from allocmoe.codec import encode
+from allocmoe.errors import AllocMoEError
+from allocmoe.evaluation.analysis import analyze
+from allocmoe.evaluation.quality import UNMODIFIED, evaluate
+from allocmoe.evaluation.tasks import TaskRunner, Tasks, load_tasks
+from allocmoe.experiment.grid import Cell
+from allocmoe.experiment.settings import Settings, TextSettings
+from allocmoe.experiment.task_files import prepare_tasks
+from allocmoe.models import MoEModel, inspect_model
+from allocmoe.models.load import load_model, load_tokenizer
+from allocmoe.planning.methods import Planner
+from allocmoe.profiling.profile import profile
+from allocmoe.progress import Progress
+from allocmoe.runtime.hf import use_kernel
+from allocmoe.text import Text, check_disjoint, load_text
+
+Result = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Job:
+    """An experiment on one model, all that a worker has to know.
+
+    texts: files or other sources instead of the settings' own. data: a folder of task files, None
+    for the hub. scratch: where a profile keeps its finished rows; None for a folder of its own.
+    """
+
+    settings: Settings
+    model: str
+    weights: str
+    revision: str | None = None
+    trust_remote_code: bool = False
+    dtype: str = "auto"
+    device: str = "auto"
+    experts: str = "allocmoe"
+    data: str | None = None
+    texts: dict[str, str] = field(default_factory=dict)
+    threads: int | None = None
+    scratch: str | None = None
+
+    def identity(self) -> Result:
+        """What makes results belong together; where and how fast they are made does not."""
+        where = ("device", "threads", "scratch", "trust_remote_code")
+        return {name: value for name, value in encode(self).items() if name not in where}
+
+    def source(self, text: TextSettings) -> str:
+        return self.texts.get(text.name, text.source)
+
+
+class Worker:
+    """Runs cells of one job, one after the other."""
+
+    def __init__(self, job: Job, progress: Progress | None = None) -> None:
+        self.job, self.progress = job, progress or Progress()
+        if job.threads is not None:
+            torch.set_num_threads(job.threads)
+        self._planners: dict[tuple[int, int, int], Planner] = {}
+        self._tasks: dict[str, Tasks] = {}
+
+    def run(self, cell: Cell, inputs: Mapping[str, Result]) -> Result:
+        """The result of a cell with its provenance. inputs: the results of the cells it needs."""
+        work: dict[str, Callable[[Cell, Mapping[str, Result]], Result]] = {
+            "profile": self._profile,
+            "plan": self._plan,
+            "text": self._text,
+            "task": self._task,
+            "analysis": self._analysis,
+            "speed": self._speed,
+        }
+        began = time.perf_counter()
+        result = work[cell.kind](cell, inputs)
+        return {
+            "seconds": round(time.perf_counter() - began, 3),
+            "created": now(),
+            "command": shlex.join(sys.argv),
+            "machine": asdict(describe_machine(self._device)),
+            "versions": package_versions() | _harness(cell),
+            "result": result,
+        }
+
+    @cached_property
+    def moe(self) -> MoEModel:
+        job = self.job
+        model = load_model(
+            job.weights,
+            dtype=job.dtype,
+            device=job.device,
+            revision=job.revision,
+            trust_remote_code=job.trust_remote_code,
+        )
+        if job.experts == "allocmoe":
+            use_kernel(model)
+        return inspect_model(model)
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self.moe.model.parameters()).device
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        job = self.job
+        return load_tokenizer(
+            job.weights, revision=job.revision, trust_remote_code=job.trust_remote_code
+        )
+
+    def _calibration(self, text: int, seed: int) -> Text:
+        settings = self.job.settings.calibration
+        return self._load(settings.texts[text], settings.sequences, seed)
+
+    def _measured(self, text: int, seed: int) -> Text:
+        settings = self.job.settings.measurement
+        return self._load(settings.texts[text], settings.sequences, seed)
+
+    def _load(self, text: TextSettings, sequences: int, seed: int) -> Text:
+        """Every part and seed has sequences of its own."""
+        return load_text(
+            self.job.source(text),
+            self._tokenizer,
+            sequences=sequences,
+            length=self.job.settings.calibration.length,
+            skip=(text.part * self.job.settings.seeds + seed) * sequences,
+        )
+
+    def _profile(self, cell: Cell, inputs: Mapping[str, Result]) -> Result:
+        return profile(
+            self.moe.model,
+            self._calibration(cell.text, cell.seed),
+            batch_size=self.job.settings.calibration.batch_size,
+            save_to=self._scratch / f"{cell.id}.json",
+            resume=True,
+            progress=self.progress,
+        ).to_json()
+
+    def _plan(self, cell: Cell, inputs: Mapping[str, Result]) -> Result:
+        plan = cell.plan
+        assert plan is not None
+        planner = self._planner(plan.text, plan.seed, plan.k_base)
+        for found in inputs.values():
+            planner = replace(planner, sensitivity=Sensitivity.from_json(found, cell.id))
+        return planner.plan(plan.method, plan.budget).to_json()
+
+    def _planner(self, text: int, seed: int, k_base: int) -> Planner:
+        """Kept, for what it measures of a model is the same for all budgets."""
+        key = (text, seed, k_base)
+        if key not in self._planners:
+            self._planners[key] = Planner(
+                self.moe.info,
+                model=self.moe.model,
+                text=self._calibration(text, seed),
+                scope=self.job.settings.scope,
+                k_base=k_base,
+                batch_size=self.job.settings.calibration.batch_size,
+                progress=self.progress,
+            )
+        return self._planners[key]
+
+    def _text(self, cell: Cell, inputs: Mapping[str, Result]) -> Result:
+        text = self._measured(cell.text, cell.seed)
+        for number in range(len(self.job.settings.calibration.texts)):
+            check_disjoint(self._calibration(number, cell.seed), text)
+        return evaluate(
+            self.moe.model,
+            _plans(inputs),
+            text,
+            batch_size=self.job.settings.calibration.batch_size,
+            progress=self.progress,
+        ).to_json()
+
+    def _task(self, cell: Cell, inputs: Mapping[str, Result]) -> Result:
+        plans = _plans(inputs)
+        plan = next(iter(plans.values()), None)
+        settings = self.job.settings.tasks
+        with self.progress.bar(cell.id, 1) as bar:
+            result = self._runner.run(
+                cell.task,
+                self._load_task(cell.task),
+                plan,
+                limit=settings.limit or None,
+                on_share=bar.advance,
+                note=self.progress.note if plan is None else lambda line: None,
+            )
+        return {"plan": next(iter(plans), UNMODIFIED), **encode(result)}
+
+    @cached_property
+    def _runner(self) -> TaskRunner:
+        return TaskRunner(
+            self.moe.model, self._tokenizer, batch_size=self.job.settings.tasks.batch_size
+        )
+
+    def _load_task(self, name: str) -> Tasks:
+        """Kept, for the same task is run under many plans."""
+        if name not in self._tasks:
+            data = None if self.job.data is None else Path(self.job.data)
+            folder = self._scratch / "tasks" / name
+            prepared = prepare_tasks([name], data, folder)
+            for reason in prepared.missing.values():
+                raise AllocMoEError(reason)
+            most = self.job.settings.tasks.answer_tokens or None
+            self._tasks[name] = load_tasks([name], folder, answer_tokens=most)
+        return self._tasks[name]
+
+    @cached_property
+    def _scratch(self) -> Path:
+        if self.job.scratch is not None:
+            return Path(self.job.scratch)
+        self._temporary = tempfile.TemporaryDirectory()
+        return Path(self._temporary.name)
+
+    def _analysis(self, cell: Cell, inputs: Mapping[str, Result]) -> Result:
+        ((name, plan),) = _plans(inputs).items()
+        return analyze(
+            self.moe.model,
+            plan,
+            self._measured(0, cell.seed),
+            name=name,
+            batch_size=self.job.settings.calibration.batch_size,
+            progress=self.progress,
+        ).to_json()
+
+    def _speed(self, cell: Cell, inputs: Mapping[str, Result]) -> Result:
+        return benchmark(
+            self.moe.model,
+            _plans(inputs),
+            protocol=self.job.settings.speed,
+            experts="stock" if self.job.experts == "stock" else "allocmoe",
+            command=shlex.join(sys.argv),
+            progress=self.progress,
+        ).to_json()
+
+
+def _harness(cell: Cell) -> dict[str, str]:
+    return {"lm-eval": metadata.version("lm-eval")} if cell.kind == "task" else {}
+
+
+def _plans(inputs: Mapping[str, Result]) -> dict[str, Plan]:
+    """Plans by their labels, from the results of plan cells."""
+    return {
+        name.removeprefix("plan-"): Plan.from_json(found, name) for name, found in inputs.items()
+    }

@@ -1,0 +1,220 @@
+"""Experiments: which cells there are, and that a stop loses at most the one at hand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from allocmoe.artifacts import ModelInfo
+from allocmoe.errors import AllocMoEError
+from allocmoe.experiment.grid import Cell, Grid, PlanName, make_grid, own_budgets, plans_of
+from allocmoe.experiment.run import Agenda, run_grid
+from allocmoe.experiment.settings import Settings, load_settings
+from allocmoe.experiment.store import Store
+from allocmoe.experiment.worker import Job, Worker
+from allocmoe.models import inspect_model
+from allocmoe.models.load import load_model
+from tiny_experiment import write_experiment
+
+MODELS = {"deepseek-v2-lite": (26, 6, 64), "qwen1.5-moe": (24, 4, 60), "olmoe": (16, 8, 64)}
+
+
+def info_of(layers: int, k: int, experts: int) -> ModelInfo:
+    return ModelInfo("m", None, "olmoe", (k,) * layers, (experts,) * layers, None)
+
+
+@pytest.fixture(scope="module")
+def reference() -> ModelInfo:
+    return inspect_model(load_model("reference")).info
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    return load_settings(str(write_experiment(tmp_path)))
+
+
+@pytest.fixture
+def start(tmp_path: Path, settings: Settings, reference: ModelInfo) -> Callable[..., Any]:
+    """A job, its grid without tasks, and its store."""
+
+    def make(name: str = "out", **changes: Any) -> tuple[Job, Grid, Store]:
+        job = Job(settings, "one", "reference", threads=1, **changes)
+        grid = make_grid(settings, settings.model("one"), reference, [])
+        return job, grid, Store.open(tmp_path / name, job)
+
+    return make
+
+
+def results(store: Store, grid: Grid) -> dict[str, Any]:
+    """What was measured, without when and how long."""
+    found = json.loads(json.dumps(Agenda(grid, store).results))
+    for result in found.values():
+        for key in ("created", "seconds"):
+            result.pop(key, None)
+    return found
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_papers_settings_are_the_papers(name: str) -> None:
+    settings = load_settings("paper")
+    model, (layers, k, _) = settings.model(name), MODELS[name]
+    assert model.full == layers * k
+    assert model.half == model.full // 2
+    assert [len(group) for group in settings.tasks.groups.values()] == [7, 11, 3]
+    for rows in (model.published.ablation, model.published.k_base, model.published.calibration):
+        assert all(len(row) == len(model.budgets) for row in rows.values())
+    assert len(model.published.k_base) == k
+    exact = {task.task for task in settings.tasks.all() if task.metric == "exact_match"}
+    assert len(exact) == 3
+    assert any(name.startswith("acp") for name in exact)
+    assert {"bbh", "gsm8k"} <= exact
+
+
+def test_budgets_are_the_same_share_of_any_model() -> None:
+    model = load_settings("paper").model("deepseek-v2-lite")
+    assert [*own_budgets(model, info_of(26, 6, 64)).values()] == [130, 104, 78, 52]
+    assert [*own_budgets(model, info_of(8, 6, 24)).values()] == [40, 32, 24, 16]
+    with pytest.raises(AllocMoEError, match="too few activations"):
+        own_budgets(model, info_of(1, 2, 4))
+
+
+def test_every_cell_comes_after_what_it_needs() -> None:
+    settings = replace(load_settings("paper"), seeds=3)
+    tasks = [task.task for task in settings.tasks.all()]
+    grid = make_grid(settings, settings.model("olmoe"), info_of(16, 8, 64), tasks)
+    seen: set[str] = set()
+    for cell in grid.cells:
+        assert cell.id not in seen
+        assert seen.issuperset(cell.needs)
+        seen.add(cell.id)
+    counts = grid.counts()
+    # three texts of seed 0, and the main one of the other seeds
+    assert counts["profile"] == 5
+    # 9 methods, of which 4 depend on the text; 7 more k_base; 2 more texts
+    assert counts["plan"] == 4 * (9 + 2 * 4 + 7 + 2)
+    assert counts["text"] == 3 * 2 * 4
+    assert counts["task"] == 21 * (1 + 4 * (9 + 7 + 2))
+    assert counts["analysis"] == 3
+    assert counts["speed"] == 1
+    assert {plan.method for plan in plans_of(grid, 2)} == {*settings.methods}
+    small = grid.only(["profile"])
+    assert {cell.kind for cell in small.cells} == {"profile"}
+    assert {cell.kind for cell in grid.only(["text"]).cells} == {"profile", "plan", "text"}
+
+
+def test_all_cells_run_and_are_kept(start: Callable[..., Any], monkeypatch: Any) -> None:
+    job, grid, store = start()
+    assert run_grid(job, grid, store) == {}
+    assert {*Agenda(grid, store).results} == {cell.id for cell in grid.cells}
+    kept = json.loads((store.folder / "cells" / "plan-alloc-l@24.json").read_text())
+    assert kept["versions"]["torch"] == torch.__version__
+    assert {"seconds", "created", "command", "machine"} <= {*kept}
+    assert kept["result"]["model"]["fingerprint"]
+    # a second run has nothing to do and loads no model
+    monkeypatch.setattr(Worker, "run", None)
+    assert run_grid(job, grid, store) == {}
+
+
+class Stop(BaseException):
+    """As an interrupt is, none of the errors that a cell is left out for."""
+
+
+@pytest.mark.parametrize("after", [0, 1, 5])
+def test_a_stop_loses_only_the_cell_at_hand(
+    after: int, start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, grid, whole = start("whole")
+    run_grid(job, grid, whole)
+    job, grid, store = start("stopped")
+    done: list[str] = []
+    original = Worker.run
+
+    def run(worker: Worker, cell: Cell, inputs: Any) -> Any:
+        if len(done) == after:
+            raise Stop
+        done.append(cell.id)
+        return original(worker, cell, inputs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Worker, "run", run)
+        with pytest.raises(Stop):
+            run_grid(job, grid, store)
+    assert {*Agenda(grid, store).results} == {*done}
+    run_grid(job, grid, store)
+    assert results(store, grid) == results(whole, grid)
+
+
+def test_what_cannot_be_had_is_left_out_with_what_needs_it(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, grid, store = start()
+    original, tried = Worker.run, []
+
+    def run(worker: Worker, cell: Cell, inputs: Any) -> Any:
+        tried.append(cell.id)
+        if cell.id == "profile-t0-s0":
+            raise AllocMoEError("no such text")
+        return original(worker, cell, inputs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Worker, "run", run)
+        left_out = run_grid(job, grid, store)
+        assert left_out["profile-t0-s0"] == "no such text"
+        assert left_out["plan-alloc-l@24"] == "profile-t0-s0 is missing"
+        # it compares plans, and goes on with the others
+        names = [row["name"] for row in Agenda(grid, store).results["text-24-t0-s0"]["rows"]]
+        assert "alloc-l@24" not in names
+        assert {"uniform@24", "alloc-l@24-t1"} <= {*names}
+        tried.clear()
+        assert run_grid(job, grid, store) == left_out
+        assert tried == []
+    store.retry(grid.cells)
+    assert run_grid(job, grid, store) == {}
+    names = [row["name"] for row in Agenda(grid, store).results["text-24-t0-s0"]["rows"]]
+    assert "alloc-l@24" in names
+
+
+def test_a_folder_holds_one_experiment(start: Callable[..., Any]) -> None:
+    start()
+    start(device="cpu")  # where it runs does not matter
+    with pytest.raises(AllocMoEError, match=r"another experiment \(dtype: auto, here float32\)"):
+        start(dtype="float32")
+
+
+def test_a_foreign_cell_is_refused(start: Callable[..., Any]) -> None:
+    job, grid, store = start()
+    cell = Cell("plan", plan=PlanName("uniform", 24))
+    store.save(cell, {"result": {}})
+    path = store.folder / "cells" / f"{cell.id}.json"
+    path.write_text(path.read_text().replace(store.experiment, "0" * 16))
+    with pytest.raises(AllocMoEError, match="of another experiment"):
+        run_grid(job, grid, store)
+    path.write_text("{")
+    with pytest.raises(AllocMoEError, match="not JSON, or cut off"):
+        run_grid(job, grid, store)
+
+
+def test_a_wrong_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(AllocMoEError, match=r"no experiment 'papre'; known: paper, small"):
+        load_settings("papre")
+    path = write_experiment(tmp_path, scope='"bath"')
+    with pytest.raises(AllocMoEError, match=r"tiny.toml: scope: 'bath' is not one of"):
+        load_settings(str(path))
+    path.write_text("title = ")
+    with pytest.raises(AllocMoEError, match=r"tiny\.toml: "):
+        load_settings(str(path))
+
+
+def test_two_workers_measure_what_one_does(start: Callable[..., Any]) -> None:
+    pytest.importorskip("ray", reason="Ray is not installed")
+    job, grid, one = start("one")
+    run_grid(job, grid, one)
+    job, grid, two = start("two")
+    assert run_grid(job, grid, two, workers=2) == {}
+    assert results(two, grid) == results(one, grid)
