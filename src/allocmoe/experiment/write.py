@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from allocmoe.codec import encode, write_bytes, write_json, write_text
@@ -14,8 +15,9 @@ from allocmoe.report.drawing import LIGHT, Plot, render
 
 
 def write_results(results: Results, folder: Path, command: str) -> Path:
-    """Tables and figures of what is finished; gives the page."""
-    tables, claims, figures = make_tables(results), make_claims(results), make_figures(results)
+    """Tables and figures of what is finished; gives the page. Figures need matplotlib."""
+    tables, claims = make_tables(results), make_claims(results)
+    figures = make_figures(results) if find_spec("matplotlib") else []
     for figure in figures:
         for kind in ("svg", "png"):
             write_bytes(folder / "figures" / f"{figure.key}.{kind}", render(figure, LIGHT, kind))
@@ -62,6 +64,8 @@ def _page(
         lines += ["", f"### {table.title}", "", *markdown(table)]
         lines += ["", table.note] if table.note else []
     lines += ["", "## Figures"]
+    if not figures:
+        lines += ["", "None: `pip install 'allocmoe[report]'` and run the same command again."]
     for figure in figures:
         lines += ["", f"![{figure.title}](figures/{figure.key}.svg)", "", figure.caption]
     return "\n".join(lines) + "\n"

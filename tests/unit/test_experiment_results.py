@@ -1,0 +1,179 @@
+"""Numbers of an experiment: means, noise, tables and the verdicts on the paper's claims."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from allocmoe.experiment.claims import Claim, make_claims
+from allocmoe.experiment.grid import Cell, PlanName
+from allocmoe.experiment.results import Measure, Results, Value, mean_value
+from allocmoe.experiment.tables import Table, make_tables
+from experiment_results import STDERR, TINY, make_results, rise, score, tiny_settings
+
+HIGHER = Measure("scores", True, lambda plan: None)
+LOWER = Measure("rises", False, lambda plan: None)
+
+
+def table_of(results: Results, key: str) -> Table:
+    return next(table for table in make_tables(results) if table.key == key)
+
+
+def claim_of(results: Results, name: str, by: str) -> Claim:
+    return next(c for c in make_claims(results) if c.name == name and c.by == by)
+
+
+def test_better_is_up_or_down() -> None:
+    one, other = Value((2.0,), 0.1), Value((1.0,), 0.1)
+    assert HIGHER.compare(one, other).verdict == "ahead"
+    assert LOWER.compare(one, other).verdict == "behind"
+
+
+def test_noise_of_seeds_is_that_of_the_paired_difference() -> None:
+    # they rise and fall together, so the difference is sure
+    one, other = Value((1.0, 2.0, 3.0)), Value((1.5, 2.5, 3.51))
+    difference = LOWER.compare(one, other)
+    assert difference.better_by == pytest.approx(0.50333, abs=1e-4)
+    assert difference.noise == pytest.approx(4.303 * 0.0057735 / math.sqrt(3), rel=1e-3)
+    assert difference.verdict == "ahead"
+    assert LOWER.compare(one, Value((3.0, 2.0, 1.1))).verdict == "within noise"
+
+
+def test_noise_of_items_and_of_seeds_add_up() -> None:
+    one, other = Value((50.0,), 3.0), Value((55.0,), 4.0)
+    assert HIGHER.compare(one, other).noise == pytest.approx(1.96 * 5)
+    assert HIGHER.compare(one, other).verdict == "within noise"
+    seeds = HIGHER.compare(Value((50.0, 50.0), 3.0), Value((55.0, 57.0), 4.0)).noise
+    assert seeds == pytest.approx(math.hypot(1.96 * 5, 12.706 * math.sqrt(2) / math.sqrt(2)))
+    assert HIGHER.compare(Value((1.0,)), Value((2.0,))).noise is None
+
+
+def test_errors_average_out_over_tasks_but_not_over_budgets() -> None:
+    values = [Value((1.0,), 0.2), Value((3.0,), 0.2)]
+    apart, together = mean_value(values), mean_value(values, same_items=True)
+    assert apart is not None
+    assert together is not None
+    assert apart.mean == together.mean == 2.0
+    assert apart.stderr == pytest.approx(0.2 / math.sqrt(2))
+    assert together.stderr == pytest.approx(0.2)
+    assert mean_value([*values, None]) is None
+    assert mean_value([]) is None
+    # a plan that no seed changes counts for every seed
+    mixed = mean_value([Value((1.0, 2.0)), Value((4.0,))])
+    assert mixed is not None
+    assert mixed.samples == (2.5, 3.0)
+
+
+def test_tables_hold_the_measured_numbers() -> None:
+    results = make_results()
+    budgets = results.grid.budgets
+    first = results.settings.measurement.texts[0].name
+    table = table_of(results, "main-wikitext2-test")
+    assert first == "WikiText2 test"
+    assert table.columns == ("method", *map(str, budgets), "mean")
+    row = next(cells for cells in table.rows if cells[0] == "uniform")
+    for budget, cell in zip(budgets, row[1:], strict=False):
+        rises = [rise(TINY, PlanName("uniform", budget), 0, seed) for seed in (0, 1)]
+        assert cell.startswith(f"{sum(rises) / 2:.4f} ±")
+    # the best of a column is in bold
+    assert all(cell.startswith("**") for cell in table.rows[-1][1:])
+    assert table.rows[-1][0] == "alloc-moe"
+    scores = table_of(results, "main-nlu")
+    assert scores.rows[0][0] == "unmodified"
+    cell = next(cells for cells in scores.rows if cells[0] == "uniform")[1]
+    expected = 50 * sum(score(TINY, PlanName("uniform", budgets[0]), task) for task in (0, 1))
+    assert cell == f"{expected:.2f} ±{100 * STDERR / math.sqrt(2):.2f}"
+
+
+def test_the_papers_numbers_stand_beside_ours() -> None:
+    table = table_of(make_results(), "ablation-tasks")
+    rows = {cells[0]: cells[1:] for cells in table.rows}
+    assert rows["+L +T, the paper's"] == ("46.17", "46.01", "45.48", "43.09", "45.19")
+    assert {"Uniform", "+L", "+T", "+L +T"} <= {*rows}
+    speed = table_of(make_results(), "speed")
+    assert speed.rows[-1][:4] == ("alloc-moe, the paper's", "8", "1.15", "1.34")
+
+
+def test_what_is_not_finished_is_no_number() -> None:
+    results = make_results(keep=lambda cell: cell.kind != "task")
+    rows = table_of(results, "main-nlu").rows
+    assert {cell for cells in rows for cell in cells[1:]} == {"-"}
+    one_missing = make_results(keep=lambda cell: cell.id != "task-boolq-uniform@8")
+    row = next(c for c in table_of(one_missing, "main-nlu").rows if c[0] == "uniform")
+    assert [cell == "-" for cell in row[1:]] == [False, False, True, False, True]
+
+
+def test_claims_that_the_numbers_bear_out() -> None:
+    results = make_results(tiny_settings(seeds=3))
+    for name, by in (
+        ("Alloc-MoE is ahead of all baselines", "perplexity"),
+        ("+L is ahead of Uniform", "perplexity"),
+        ("+T is ahead of +L", "perplexity"),
+        ("+L +T is ahead of +T", "perplexity"),
+        ("K_base = 1 is best", "perplexity"),
+        ("the calibration text hardly matters", "perplexity"),
+        ("fewer activations are faster, budget after budget", "decode"),
+    ):
+        assert claim_of(results, name, by).verdict == "holds", name
+    ahead = claim_of(results, "Alloc-MoE is ahead of all baselines", "perplexity")
+    assert ahead.here.startswith("in 8 of 8 settings, in 8 of them beyond the noise")
+
+
+def test_claims_that_they_do_not() -> None:
+    results = make_results(tiny_settings(seeds=3))
+    worse: dict[str, Any] = dict(results.found)
+    for cell in results.grid.cells:
+        if cell.kind == "text":
+            rows = [
+                row | {"log_rise": 9.0 + 0.01 * cell.seed}
+                if row["name"].startswith("alloc-moe")
+                else row
+                for row in worse[cell.id]["rows"]
+            ]
+            worse[cell.id] = worse[cell.id] | {"rows": rows}
+    bad = replace(results, found=worse)
+    ahead = claim_of(bad, "Alloc-MoE is ahead of all baselines", "perplexity")
+    assert ahead.verdict == "does not hold"
+    assert ahead.here.startswith("in 0 of 8 settings")
+    assert claim_of(bad, "+L +T is ahead of +T", "perplexity").verdict == "does not hold"
+
+
+def test_claims_within_the_noise() -> None:
+    """Scores a point apart, with items that leave several points open."""
+    results = make_results()
+    noisy: dict[str, Any] = dict(results.found)
+    for cell in results.grid.cells:
+        if cell.kind == "task":
+            scores = {
+                name: value | {"stderr": 0.2} for name, value in noisy[cell.id]["scores"].items()
+            }
+            noisy[cell.id] = noisy[cell.id] | {"scores": scores}
+    unsure = replace(results, found=noisy)
+    for name in ("Alloc-MoE is ahead of all baselines", "+L is ahead of Uniform"):
+        assert claim_of(unsure, name, "tasks").verdict == "within noise"
+
+
+def test_nothing_is_claimed_of_nothing() -> None:
+    empty = make_results(keep=lambda cell: False)
+    assert {claim.verdict for claim in make_claims(empty)} == {"not measured"}
+    assert make_tables(empty)
+
+
+def test_a_model_with_one_layer() -> None:
+    one = replace(TINY, k_orig=(16,), num_experts=(32,))
+    assert make_claims(make_results(info=one))
+
+
+def test_the_metric_is_found_under_its_filter() -> None:
+    results = make_results()
+    task = results.settings.tasks.groups["Math"][0]
+    cell = Cell("task", plan=None, task=task.task)
+    found = results.found[cell.id]
+    assert task.metric == "exact_match"
+    (value,) = [v for k, v in found["scores"].items() if k.partition(",")[0] == "exact_match"]
+    filtered = {**found, "scores": {"other": value | {"value": 0.0}, "exact_match,strict": value}}
+    changed = replace(results, found={**results.found, cell.id: filtered})
+    assert changed.score(task, None) == results.score(task, None)
