@@ -48,6 +48,9 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
         metavar="PATH",
         help="what will be measured on: files of any textual format, also .xz, or folders of them",
     )
+    parser.add_argument(
+        "--apart", action="store_true", help="drop what overlaps with the val.txt of the folder too"
+    )
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     args = parser.parse_args(words)
     if not 256 < args.vocabulary <= 1 << 16:
@@ -173,8 +176,12 @@ def main() -> None:
     print(f"{_forbidden.size} word runs to keep out, from {len(excluded)} files", flush=True)
 
     with fork.Pool(args.processes) as pool:
-        kept, dropped = cleaned(pool, train)
         held_out, _ = cleaned(pool, [path for path in files if path not in train])
+        if args.apart:
+            found = list(pool.imap(block_runs, blocks(held_out)))
+            _forbidden = np.unique(np.concatenate([_forbidden, *found]))
+    with fork.Pool(args.processes) as pool:
+        kept, dropped = cleaned(pool, train)
     print(f"{len(kept)} documents kept, {dropped} overlap", flush=True)
 
     _tokenizer = train_tokenizer(kept[:: max(1, len(kept) // 20000)], args.vocabulary)
