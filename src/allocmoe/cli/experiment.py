@@ -61,6 +61,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--gpus-per-worker", type=float, metavar="X", help="default 1 if the cluster has any"
     )
     common.add_model_arguments(parser, positional=None)
+    common.add_engine_arguments(parser)
+    parser.add_argument(
+        "--task-length",
+        type=common.positive,
+        default=4096,
+        metavar="N",
+        help="tokens of the longest input and answer, for the engine vllm (default 4096)",
+    )
 
 
 def run(args: argparse.Namespace) -> None:
@@ -162,6 +170,9 @@ def _make_job(args: argparse.Namespace, settings: Settings, model_id: str) -> An
         dtype=args.dtype,
         device=args.device,
         experts=args.experts,
+        engine=args.engine,
+        engine_options=common.engine_options(args),
+        max_length=args.task_length,
         data=None if data is None else str(data),
         texts=_texts(args.text, settings),
         scratch=str(folder / "scratch"),

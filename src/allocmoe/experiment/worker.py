@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from allocmoe.artifacts import Plan, Sensitivity, now, package_versions
 from allocmoe.bench.benchmark import benchmark
@@ -32,6 +33,7 @@ from allocmoe.models.load import load_model, load_tokenizer
 from allocmoe.planning.methods import Planner
 from allocmoe.profiling.profile import profile
 from allocmoe.progress import Progress
+from allocmoe.runtime.engine import Engine
 from allocmoe.runtime.hf import use_kernel
 from allocmoe.text import Text, check_disjoint, load_text
 
@@ -42,8 +44,10 @@ Result = dict[str, Any]
 class Job:
     """An experiment on one model, all that a worker has to know.
 
-    texts: files or other sources instead of the settings' own. data: a folder of task files, None
-    for the hub. scratch: where a profile keeps its finished rows; None for a folder of its own.
+    engine: what runs profiles, texts and tasks; plans, analyses and times are transformers' in any
+    case. max_length: of a task's input, for the engine vllm. texts: files or other sources instead
+    of the settings' own. data: a folder of task files, None for the hub. scratch: where a profile
+    keeps its finished rows; None for a folder of its own.
     """
 
     settings: Settings
@@ -54,6 +58,9 @@ class Job:
     dtype: str = "auto"
     device: str = "auto"
     experts: str = "allocmoe"
+    engine: str = "transformers"
+    engine_options: dict[str, Any] = field(default_factory=dict)
+    max_length: int = 4096
     data: str | None = None
     texts: dict[str, str] = field(default_factory=dict)
     threads: int | None = None
@@ -113,9 +120,28 @@ class Worker:
             use_kernel(model)
         return inspect_model(model)
 
+    @cached_property
+    def _engine(self) -> nn.Module | Engine:
+        job = self.job
+        if job.engine == "transformers":
+            return self.moe.model
+        from allocmoe.runtime.vllm.engine import VllmEngine
+
+        return VllmEngine(
+            job.weights,
+            max_length=max(job.max_length, job.settings.calibration.length),
+            dtype=job.dtype,
+            revision=job.revision,
+            trust_remote_code=job.trust_remote_code,
+            tokenizes=True,
+            options=job.engine_options,
+        )
+
     @property
     def _device(self) -> torch.device:
-        return next(self.moe.model.parameters()).device
+        if self.job.engine == "transformers":
+            return next(self.moe.model.parameters()).device
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     @cached_property
     def _tokenizer(self) -> Any:
@@ -144,7 +170,7 @@ class Worker:
 
     def _profile(self, cell: Cell, inputs: Mapping[str, Result]) -> Result:
         return profile(
-            self.moe.model,
+            self._engine,
             self._calibration(cell.text, cell.seed),
             batch_size=self.job.settings.calibration.batch_size,
             save_to=self._scratch / f"{cell.id}.json",
@@ -180,7 +206,7 @@ class Worker:
         for number in range(len(self.job.settings.calibration.texts)):
             check_disjoint(self._calibration(number, cell.seed), text)
         return evaluate(
-            self.moe.model,
+            self._engine,
             _plans(inputs),
             text,
             batch_size=self.job.settings.calibration.batch_size,
@@ -205,7 +231,7 @@ class Worker:
     @cached_property
     def _runner(self) -> TaskRunner:
         return TaskRunner(
-            self.moe.model, self._tokenizer, batch_size=self.job.settings.tasks.batch_size
+            self._engine, self._tokenizer, batch_size=self.job.settings.tasks.batch_size
         )
 
     def _load_task(self, name: str) -> Tasks:
