@@ -12,6 +12,7 @@ from allocmoe.errors import AllocMoEError
 
 if TYPE_CHECKING:
     from allocmoe.experiment.grid import Grid
+    from allocmoe.experiment.results import Results
     from allocmoe.experiment.run import Agenda
     from allocmoe.experiment.settings import Settings
     from allocmoe.experiment.task_files import PreparedTasks
@@ -128,11 +129,9 @@ def run(args: argparse.Namespace) -> None:
         missing={} if prepared is None else prepared.missing,
         notes=() if prepared is None else prepared.notes,
     )
-    claims = make_claims(results)
     if not args.status:
         page = write_results(results, folder, args.command)
-        rows = [(claim.name, claim.by, claim.here, claim.verdict) for claim in claims]
-        common.console.print(plain_table(("the paper's claim", "by", "here", "verdict"), rows))
+        _show_claims(results)
         if agenda.left_out:
             common.console.print(
                 f"note: {len(agenda.left_out)} cells could not be had; --retry tries them again",
@@ -146,9 +145,17 @@ def run(args: argparse.Namespace) -> None:
                 "cells": len(grid.cells),
                 "finished": len(agenda.results),
                 "left_out": agenda.left_out,
-                "claims": [vars(claim) for claim in claims],
+                "claims": [vars(claim) for claim in make_claims(results)],
             }
         )
+
+
+def _show_claims(results: Results) -> None:
+    from allocmoe.cli.tables import plain_table
+    from allocmoe.experiment.claims import make_claims
+
+    rows = [(claim.name, claim.by, claim.here, claim.verdict) for claim in make_claims(results)]
+    common.console.print(plain_table(("the paper's claim", "by", "here", "verdict"), rows))
 
 
 def _make_job(args: argparse.Namespace, settings: Settings, model_id: str) -> Any:

@@ -51,8 +51,7 @@ def make_tables(results: Results) -> list[Table]:
         *_comparisons(results),
         *_realised(results),
         *_ablations(results),
-        *_k_base(results),
-        *_calibration(results),
+        *_sweeps(results),
         *_speed(results),
         *_analysis(results),
         *_per_task(results),
@@ -234,30 +233,34 @@ def swept(results: Results) -> list[tuple[str, Measure]]:
     return [pair for pair in named if pair[0] != "tasks" or results.settings.tasks.sweeps]
 
 
-def _k_base(results: Results) -> Iterator[Table]:
-    for name, measure in swept(results) if k_base_plans(results) else ():
-        yield _by_budget(
-            results,
-            f"k-base-{name}",
-            f"K_base of Alloc-T on uniform layers: {measure.name} ({_unit(measure)})",
+def _sweeps(results: Results) -> Iterator[Table]:
+    published = results.model.published
+    for key, title, label, plans, printed in (
+        (
+            "k-base",
+            "K_base of Alloc-T on uniform layers",
             "K_base",
-            measure,
             k_base_plans(results),
-            published=results.model.published.k_base if name == "tasks" else None,
-        )
-
-
-def _calibration(results: Results) -> Iterator[Table]:
-    for name, measure in swept(results) if calibration_plans(results) else ():
-        yield _by_budget(
-            results,
-            f"calibration-{name}",
-            f"The calibration text of Alloc-L: {measure.name} ({_unit(measure)})",
+            published.k_base,
+        ),
+        (
+            "calibration",
+            "The calibration text of Alloc-L",
             "text",
-            measure,
             calibration_plans(results),
-            published=results.model.published.calibration if name == "tasks" else None,
-        )
+            published.calibration,
+        ),
+    ):
+        for name, measure in swept(results) if plans else ():
+            yield _by_budget(
+                results,
+                f"{key}-{name}",
+                f"{title}: {measure.name} ({_unit(measure)})",
+                label,
+                measure,
+                plans,
+                published=printed if name == "tasks" else None,
+            )
 
 
 def _speed(results: Results) -> Iterator[Table]:
