@@ -1,0 +1,77 @@
+"""Packs finished experiments to be kept, and prints what became of the paper's claims in each.
+
+    python experiments/collect.py small-olmoe small-qwen2-moe -o experiments/results
+
+For every folder, `results.json` (claims and tables) and `cells.jsonl` (one line a cell, with its
+provenance). The tables on stdout are Markdown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folders", type=Path, nargs="+")
+    parser.add_argument("-o", "--output", type=Path)
+    parser.add_argument("--tables", nargs="*", default=[], help="keys of tables to print too")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse()
+    results = {folder.name: read(folder / "results.json") for folder in args.folders}
+    for folder in args.folders:
+        left = results[folder.name]["cells"] - results[folder.name]["finished"]
+        if left:
+            print(f"{folder.name}: {left} cells are not finished\n")
+        if args.output:
+            pack(folder, args.output / folder.name)
+    print("\n".join(claims(results)))
+    for key in args.tables:
+        for name, result in results.items():
+            print("\n".join(["", *table(name, result, key)]))
+
+
+def read(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def pack(folder: Path, output: Path) -> None:
+    output.mkdir(parents=True, exist_ok=True)
+    (output / "results.json").write_text((folder / "results.json").read_text())
+    cells = [read(path) for path in sorted((folder / "cells").glob("*.json"))]
+    lines = [json.dumps(cell, separators=(",", ":"), ensure_ascii=False) for cell in cells]
+    (output / "cells.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def claims(results: dict[str, Any]) -> list[str]:
+    """One row a claim, one column an experiment: the verdict, and the numbers behind it."""
+    rows: dict[tuple[str, str], dict[str, str]] = {}
+    for name, result in results.items():
+        for claim in result["claims"]:
+            cell = f"**{claim['verdict']}**: {claim['here']}" if claim["here"] else claim["verdict"]
+            rows.setdefault((claim["name"], claim["by"]), {})[name] = cell
+    lines = [row("claim", "by", *results), "|" + "---|" * (len(results) + 2)]
+    return lines + [row(*key, *(cells.get(n, "") for n in results)) for key, cells in rows.items()]
+
+
+def table(name: str, result: Any, key: str) -> list[str]:
+    found = [t for t in result["tables"] if t["key"] == key]
+    if not found:
+        return [f"{name}: no table {key}"]
+    (shown,) = found
+    head = [f"{name}, {shown['title']}", "", row(*shown["columns"])]
+    return [*head, "|" + "---|" * len(shown["columns"]), *(row(*cells) for cells in shown["rows"])]
+
+
+def row(*cells: str) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+if __name__ == "__main__":
+    main()
