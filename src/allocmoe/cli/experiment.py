@@ -183,6 +183,7 @@ def _make_job(args: argparse.Namespace, settings: Settings, model_id: str) -> An
         data=None if data is None else str(data),
         texts=_texts(args.text, settings),
         scratch=str(folder / "scratch"),
+        command=args.command,
     )
 
 

@@ -3,8 +3,6 @@ worker on another machine needs nothing but the package, the model and the data.
 
 from __future__ import annotations
 
-import shlex
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -65,11 +63,12 @@ class Job:
     texts: dict[str, str] = field(default_factory=dict)
     threads: int | None = None
     scratch: str | None = None
+    command: str | None = None
 
     def identity(self) -> Result:
         """What makes results belong together; where and how fast they are made does not."""
-        where = ("device", "threads", "scratch", "trust_remote_code")
-        return {name: value for name, value in encode(self).items() if name not in where}
+        how = ("device", "threads", "scratch", "trust_remote_code", "command")
+        return {name: value for name, value in encode(self).items() if name not in how}
 
     def source(self, text: TextSettings) -> str:
         return self.texts.get(text.name, text.source)
@@ -100,7 +99,7 @@ class Worker:
         return {
             "seconds": round(time.perf_counter() - began, 3),
             "created": now(),
-            "command": shlex.join(sys.argv),
+            "command": self.job.command,
             "machine": asdict(describe_machine(self._device)),
             "versions": package_versions() | _harness(cell),
             "result": result,
@@ -270,7 +269,7 @@ class Worker:
             _plans(inputs),
             protocol=self.job.settings.speed,
             experts="stock" if self.job.experts == "stock" else "allocmoe",
-            command=shlex.join(sys.argv),
+            command=self.job.command,
             progress=self.progress,
         ).to_json()
 
