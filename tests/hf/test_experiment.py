@@ -14,7 +14,7 @@ import torch
 from allocmoe.artifacts import ModelInfo
 from allocmoe.errors import AllocMoEError
 from allocmoe.experiment.grid import Cell, Grid, PlanName, make_grid, own_budgets, plans_of
-from allocmoe.experiment.run import Agenda, run_grid
+from allocmoe.experiment.run import Agenda, _gpus_each, run_grid
 from allocmoe.experiment.settings import Settings, load_settings
 from allocmoe.experiment.store import Store
 from allocmoe.experiment.worker import Job, Worker
@@ -209,6 +209,16 @@ def test_a_wrong_file_is_refused(tmp_path: Path) -> None:
     path.write_text("title = ")
     with pytest.raises(AllocMoEError, match=r"tiny\.toml: "):
         load_settings(str(path))
+
+
+def test_workers_that_find_no_room_are_refused() -> None:
+    assert _gpus_each({"CPU": 2.0}, 2, None) == 0.0
+    assert _gpus_each({"CPU": 8.0, "GPU": 2.0}, 2, None) == 1.0
+    assert _gpus_each({"CPU": 8.0, "GPU": 1.0}, 2, 0.5) == 0.5
+    with pytest.raises(AllocMoEError, match="2 workers with 1 GPUs each need 2, Ray has 1"):
+        _gpus_each({"CPU": 8.0, "GPU": 1.0}, 2, None)
+    with pytest.raises(AllocMoEError, match="Ray has 4 processors for 5 workers"):
+        _gpus_each({"CPU": 4.0}, 5, None)
 
 
 def test_two_workers_measure_what_one_does(start: Callable[..., Any]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -163,8 +163,7 @@ def _run_with_ray(
 ) -> None:
     ray = _start_ray(workers, address)
     try:
-        if gpus is None:
-            gpus = 1.0 if ray.cluster_resources().get("GPU", 0) >= 1 else 0.0
+        gpus = _gpus_each(ray.cluster_resources(), workers, gpus)
         kind = ray.remote(num_gpus=gpus, num_cpus=1)(Worker)
         idle = [kind.remote(job) for _ in range(workers)]
         running: dict[Any, tuple[Cell, Any]] = {}
@@ -195,6 +194,20 @@ def _run_with_ray(
             idle.append(actor)
     finally:
         ray.shutdown()
+
+
+def _gpus_each(cluster: Mapping[str, float], workers: int, asked: float | None) -> float:
+    """A worker that finds no room would be waited for without end."""
+    there = cluster.get("GPU", 0.0)
+    gpus = (1.0 if there >= 1 else 0.0) if asked is None else asked
+    if workers * gpus > there:
+        raise AllocMoEError(
+            f"{workers} workers with {gpus:g} GPUs each need {workers * gpus:g}, Ray has {there:g}: "
+            "take fewer --workers or less --gpus-per-worker"
+        )
+    if workers > cluster.get("CPU", 0.0):
+        raise AllocMoEError(f"Ray has {cluster.get('CPU', 0.0):g} processors for {workers} workers")
+    return gpus
 
 
 def _start_ray(workers: int, address: str | None) -> Any:
