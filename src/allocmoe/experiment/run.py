@@ -163,6 +163,8 @@ def _run_with_ray(
 ) -> None:
     ray = _start_ray(workers, address)
     try:
+        if gpus is None and job.device == "cpu":
+            gpus = 0.0
         gpus = _gpus_each(ray.cluster_resources(), workers, gpus)
         kind = ray.remote(num_gpus=gpus, num_cpus=1)(Worker)
         idle = [kind.remote(job) for _ in range(workers)]
@@ -202,8 +204,8 @@ def _gpus_each(cluster: Mapping[str, float], workers: int, asked: float | None) 
     gpus = (1.0 if there >= 1 else 0.0) if asked is None else asked
     if workers * gpus > there:
         raise AllocMoEError(
-            f"{workers} workers with {gpus:g} GPUs each need {workers * gpus:g}, Ray has {there:g}: "
-            "take fewer --workers or less --gpus-per-worker"
+            f"{workers} workers with {gpus:g} GPUs each need {workers * gpus:g}, Ray has "
+            f"{there:g}: take fewer --workers or less --gpus-per-worker"
         )
     if workers > cluster.get("CPU", 0.0):
         raise AllocMoEError(f"Ray has {cluster.get('CPU', 0.0):g} processors for {workers} workers")
