@@ -19,7 +19,7 @@ from allocmoe.experiment.settings import Settings, load_settings
 from allocmoe.experiment.store import Store
 from allocmoe.experiment.worker import Job, Worker
 from allocmoe.models import inspect_model
-from allocmoe.models.load import load_model
+from allocmoe.models.load import load_model, load_tokenizer
 from tiny_experiment import write_experiment
 
 MODELS = {"deepseek-v2-lite": (26, 6, 64), "qwen1.5-moe": (24, 4, 60), "olmoe": (16, 8, 64)}
@@ -43,8 +43,10 @@ def settings(tmp_path: Path) -> Settings:
 def start(tmp_path: Path, settings: Settings, reference: ModelInfo) -> Callable[..., Any]:
     """A job, its grid without tasks, and its store."""
 
-    def make(name: str = "out", **changes: Any) -> tuple[Job, Grid, Store]:
-        job = Job(settings, "one", "reference", threads=1, **changes)
+    def make(
+        name: str = "out", weights: str = "reference", **changes: Any
+    ) -> tuple[Job, Grid, Store]:
+        job = Job(settings, "one", weights, threads=1, **changes)
         grid = make_grid(settings, settings.model("one"), reference, [])
         return job, grid, Store.open(tmp_path / name, job)
 
@@ -185,6 +187,25 @@ def test_a_folder_holds_one_experiment(start: Callable[..., Any]) -> None:
     start(device="cpu")  # where it runs does not matter
     with pytest.raises(AllocMoEError, match=r"another experiment \(dtype: auto, here float32\)"):
         start(dtype="float32")
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_other_weights_in_the_same_folder_are_refused(
+    workers: int, start: Callable[..., Any], tmp_path: Path
+) -> None:
+    if workers > 1:
+        pytest.importorskip("ray", reason="Ray is not installed")
+    model = load_model("reference")
+    model.save_pretrained(tmp_path / "model")
+    load_tokenizer("reference").save_pretrained(tmp_path / "model")
+    job, grid, store = start(weights=str(tmp_path / "model"))
+    run_grid(job, grid.only(["profile"]), store)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2.0)
+    model.save_pretrained(tmp_path / "model")
+    with pytest.raises(AllocMoEError, match="other weights than those"):
+        run_grid(job, grid, store, workers=workers)
+    assert Agenda(grid, store).left_out == {}
 
 
 def test_a_foreign_cell_is_refused(start: Callable[..., Any]) -> None:

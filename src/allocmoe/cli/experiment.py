@@ -103,11 +103,10 @@ def run(args: argparse.Namespace) -> None:
     tasks = [task.task for task in settings.tasks.all()]
     if prepared is not None:
         tasks = [task for task in tasks if task in prepared.names]
-    grid = make_grid(settings, model, info, tasks)
+    whole = make_grid(settings, model, info, tasks)
     if args.retry:
-        store.retry(grid.cells)
-    if args.kinds:
-        grid = grid.only(args.kinds)
+        store.retry(whole.cells)
+    grid = whole.only(args.kinds) if args.kinds else whole
     common.console.print(plain_table(*_status(grid, Agenda(grid, store))))
     if not args.status:
         run_grid(
@@ -124,8 +123,8 @@ def run(args: argparse.Namespace) -> None:
         settings,
         model,
         info,
-        grid,
-        agenda.results,
+        whole,
+        Agenda(whole, store).results,
         missing={} if prepared is None else prepared.missing,
         notes=() if prepared is None else prepared.notes,
     )

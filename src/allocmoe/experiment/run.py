@@ -39,6 +39,12 @@ class Agenda:
                 self.results[cell.id] = found["result"]
                 self.left.remove(cell)
 
+    @property
+    def fingerprint(self) -> str | None:
+        """Of the weights that were measured, if any result tells."""
+        known = (found.get("model", {}).get("fingerprint") for found in self.results.values())
+        return next((name for name in known if name is not None), None)
+
     def next(self) -> tuple[Cell, dict[str, Result]] | None:
         """A cell that has all it needs, with that; it is no longer left."""
         for cell in self.left:
@@ -105,6 +111,7 @@ def run_grid(
 def _run_here(job: Job, agenda: Agenda, bar: Bar, progress: Progress) -> None:
     share = _CellProgress(bar, progress)
     worker = Worker(job, share)
+    worker.check(agenda.fingerprint)
     while (found := agenda.next()) is not None:
         cell, inputs = found
         share.begin(cell.id)
@@ -168,6 +175,10 @@ def _run_with_ray(
         gpus = _gpus_each(ray.cluster_resources(), workers, gpus)
         kind = ray.remote(num_gpus=gpus, num_cpus=1)(Worker)
         idle = [kind.remote(job) for _ in range(workers)]
+        try:
+            ray.get([actor.check.remote(agenda.fingerprint) for actor in idle])
+        except ray.exceptions.RayTaskError as error:
+            raise error.cause from None
         running: dict[Any, tuple[Cell, Any]] = {}
         while True:
             while idle and (found := agenda.next()) is not None:

@@ -84,6 +84,17 @@ class Worker:
         self._planners: dict[tuple[int, int, int], Planner] = {}
         self._tasks: dict[str, Tasks] = {}
 
+    def check(self, fingerprint: str | None) -> None:
+        """Refuses weights other than those that earlier cells were measured on."""
+        if self.job.engine == "transformers" and fingerprint not in (
+            None,
+            self.moe.info.fingerprint,
+        ):
+            raise AllocMoEError(
+                f"{self.job.weights} has other weights than those that the finished cells were "
+                "measured on: choose another folder"
+            )
+
     def run(self, cell: Cell, inputs: Mapping[str, Result]) -> Result:
         """The result of a cell with its provenance. inputs: the results of the cells it needs."""
         work: dict[str, Callable[[Cell, Mapping[str, Result]], Result]] = {
