@@ -141,6 +141,34 @@ def test_claims_that_they_do_not() -> None:
     assert claim_of(bad, "+L +T is ahead of +T", "perplexity").verdict == "does not hold"
 
 
+@pytest.mark.parametrize(
+    ("shifts", "verdict"),
+    [
+        ((0.0, 0.0, 0.0), "holds"),
+        # far apart, but not the same way for every seed
+        ((0.2, -0.2, 0.1), "holds"),
+        # surely further apart than what Alloc-L gains
+        ((0.2, 0.21, 0.2), "does not hold"),
+    ],
+)
+def test_texts_that_lie_apart(shifts: tuple[float, ...], verdict: str) -> None:
+    results = make_results(tiny_settings(seeds=3))
+    moved: dict[str, Any] = dict(results.found)
+    for cell in results.grid.cells:
+        if cell.kind == "text":
+            rows = [
+                row | {"log_rise": row["log_rise"] + shifts[cell.seed]}
+                if row["name"].startswith("alloc-l") and row["name"].endswith("-t1")
+                else row
+                for row in moved[cell.id]["rows"]
+            ]
+            moved[cell.id] = moved[cell.id] | {"rows": rows}
+    claim = claim_of(
+        replace(results, found=moved), "the calibration text hardly matters", "perplexity"
+    )
+    assert claim.verdict == verdict
+
+
 def test_claims_within_the_noise() -> None:
     """Scores a point apart, with items that leave several points open."""
     results = make_results()
