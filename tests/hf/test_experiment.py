@@ -104,7 +104,7 @@ def test_every_cell_comes_after_what_it_needs() -> None:
     assert counts["task"] == 21 * (1 + 4 * (9 + 7 + 2))
     assert counts["analysis"] == 3
     assert counts["speed"] == 1
-    assert {plan.method for plan in plans_of(grid, 2)} == {*settings.methods}
+    assert {plan.method for plan in plans_of(grid.plans, 2)} == {*settings.methods}
     small = grid.only(["profile"])
     assert {cell.kind for cell in small.cells} == {"profile"}
     assert {cell.kind for cell in grid.only(["text"]).cells} == {"profile", "plan", "text"}

@@ -78,13 +78,17 @@ _MODEL = "a hub id, a folder, or `reference` for the small model that comes with
 
 
 def add_model_arguments(
-    parser: argparse.ArgumentParser, *, positional: bool | None = True, required: bool = True
+    parser: argparse.ArgumentParser, *, positional: bool = True, required: bool = True
 ) -> None:
-    """positional: whether MODEL is, rather than an option; None if the verb names it itself."""
     if positional:
         parser.add_argument("model", metavar="MODEL", nargs=None if required else "?", help=_MODEL)
-    elif positional is not None:
+    else:
         parser.add_argument("--model", metavar="MODEL", help=_MODEL)
+    add_loading_arguments(parser)
+
+
+def add_loading_arguments(parser: argparse.ArgumentParser) -> None:
+    """How a model is loaded, whichever it is."""
     group = parser.add_argument_group("model")
     group.add_argument(
         "--dtype", default="auto", help="auto (as stored), float32, bfloat16 or float16"

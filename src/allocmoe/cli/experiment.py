@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from allocmoe.cli import common
 from allocmoe.errors import AllocMoEError
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from allocmoe.experiment.run import Agenda
     from allocmoe.experiment.settings import Settings
     from allocmoe.experiment.task_files import PreparedTasks
+    from allocmoe.experiment.worker import Job
 
 NAME = "experiment"
 HELP = "run the paper's experiments: every method, budget and task, resumable, into tables"
@@ -61,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--gpus-per-worker", type=float, metavar="X", help="default 1 if the cluster has any"
     )
-    common.add_model_arguments(parser, positional=None)
+    common.add_loading_arguments(parser)
     common.add_engine_arguments(parser)
     parser.add_argument(
         "--task-length",
@@ -89,8 +90,8 @@ def run(args: argparse.Namespace) -> None:
     for kind in args.kinds or ():
         if kind not in KINDS:
             raise AllocMoEError(f"--kinds: no kind {kind!r}; known: {', '.join(KINDS)}")
-    job = _make_job(args, settings, model.id)
     folder = Path(args.output or _default_folder(args))
+    job = _make_job(args, settings, model.id, folder)
     args.interrupted_hint = lambda: (
         f"finished cells are in {folder}, the same command goes on from there"
     )
@@ -157,7 +158,7 @@ def _show_claims(results: Results) -> None:
     common.console.print(plain_table(("the paper's claim", "by", "here", "verdict"), rows))
 
 
-def _make_job(args: argparse.Namespace, settings: Settings, model_id: str) -> Any:
+def _make_job(args: argparse.Namespace, settings: Settings, model_id: str, folder: Path) -> Job:
     from allocmoe.experiment.settings import experiment_file
     from allocmoe.experiment.worker import Job
 
@@ -166,7 +167,6 @@ def _make_job(args: argparse.Namespace, settings: Settings, model_id: str) -> An
         data = experiment_file("sample")
     elif data is not None and not Path(data).is_dir():
         raise AllocMoEError(f"{data}: no such folder of task files")
-    folder = Path(args.output or _default_folder(args))
     return Job(
         settings=settings,
         model=args.model,

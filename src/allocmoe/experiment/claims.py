@@ -105,7 +105,7 @@ def _without_noise(known: Sequence[Difference]) -> int:
 
 def _against_best(measure: Measure, budget: int, baselines: Sequence[Method]) -> Difference | None:
     ours = measure.of(PlanName("alloc-moe", budget))
-    best = measure.best(PlanName(method, budget) for method in baselines)
+    best = measure.best(measure.of(PlanName(method, budget)) for method in baselines)
     return None if ours is None or best is None else measure.compare(ours, best)
 
 
@@ -169,18 +169,14 @@ def _k_base(results: Results) -> Iterator[Claim]:
     for by, measure in swept(results):
         means = {name: measure.over(row) for name, row in plans.items()}
         others = [value for name, value in means.items() if name != str(K_BASE)]
-        known = [value for value in others if value is not None]
-        pick = max if measure.higher_is_better else min
-        best = pick(known, key=lambda value: value.mean, default=None)
-        claim = _comparison(
+        yield _comparison(
             "K_base = 1 is best",
             by,
             "best or near best on average on all three models",
             measure,
             means.get(str(K_BASE)),
-            best if len(known) == len(others) else None,
+            None if None in others else measure.best(others),
         )
-        yield claim
 
 
 def _calibration(results: Results) -> Iterator[Claim]:

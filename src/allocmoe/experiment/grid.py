@@ -162,13 +162,13 @@ def depends_on_text(settings: Settings, method: Method) -> bool:
     return method in NEEDS_SENSITIVITY | thresholds
 
 
-def plans_of(grid: Grid, seed: int) -> list[PlanName]:
+def plans_of(plans: Sequence[PlanName], seed: int) -> list[PlanName]:
     """The plans as a seed has them: those that depend on no text are the same for all."""
-    of_seed = [plan for plan in grid.plans if plan.seed == seed]
+    of_seed = [plan for plan in plans if plan.seed == seed]
     known = {(p.method, p.budget, p.text, p.k_base) for p in of_seed}
     fixed = [
         plan
-        for plan in grid.plans
+        for plan in plans
         if plan.seed == 0 and (plan.method, plan.budget, plan.text, plan.k_base) not in known
     ]
     return of_seed + fixed
@@ -191,11 +191,10 @@ def _needs_of_plan(plan: PlanName) -> tuple[str, ...]:
 
 
 def _texts(settings: Settings, budgets: Sequence[int], plans: Sequence[PlanName]) -> list[Cell]:
-    grid = Grid((), (), 0, tuple(plans))
     return [
         Cell(
             "text",
-            tuple(_plan_id(plan) for plan in plans_of(grid, seed) if plan.budget == budget),
+            tuple(_plan_id(plan) for plan in plans_of(plans, seed) if plan.budget == budget),
             text=text,
             seed=seed,
             budget=budget,

@@ -76,10 +76,10 @@ class Measure:
         sign = 1.0 if self.higher_is_better else -1.0
         return Difference(sign * (one.mean - other.mean), _noise(one, other))
 
-    def best(self, plans: Iterable[PlanName]) -> Value | None:
-        values = [value for plan in plans if (value := self.of(plan)) is not None]
+    def best(self, values: Iterable[Value | None]) -> Value | None:
+        known = (value for value in values if value is not None)
         pick = max if self.higher_is_better else min
-        return pick(values, key=lambda value: value.mean, default=None)
+        return pick(known, key=lambda value: value.mean, default=None)
 
     def over(self, plans: Sequence[PlanName]) -> Value | None:
         """The mean over several plans, all measured on the same items."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from allocmoe.artifacts import now, package_versions
-from allocmoe.codec import check_writable, encode, read_json, write_json
+from allocmoe.codec import check_writable, read_json, write_json
 from allocmoe.errors import AllocMoEError
 from allocmoe.experiment.grid import Cell
 from allocmoe.experiment.worker import Job
@@ -28,7 +28,7 @@ class Store:
         """The folder for this experiment; one that holds another is refused."""
         file = folder / "experiment.json"
         check_writable(file)
-        described = encode(job.identity())
+        described = job.identity()
         if file.exists():
             found = read_json(file)
             if found != described:

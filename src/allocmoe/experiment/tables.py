@@ -165,7 +165,7 @@ def _by_budget(
         for name, row in plans.items()
     }
     best = [
-        measure_best(measure, [row[place] for row in values.values()])
+        measure.best(row[place] for row in values.values())
         for place in range(len(results.grid.budgets) + 1)
     ]
     rows = []
@@ -185,11 +185,6 @@ def _by_budget(
     columns = (label, *(str(budget) for budget in results.grid.budgets), "mean")
     note = "The paper's means are those of its printed numbers." if published else ""
     return Table(re.sub(r"\W+", "-", key).lower(), title, columns, tuple(rows), note)
-
-
-def measure_best(measure: Measure, values: Sequence[Value | None]) -> Value | None:
-    pick = max if measure.higher_is_better else min
-    return pick((v for v in values if v is not None), key=lambda v: v.mean, default=None)
 
 
 def _ablations(results: Results) -> Iterator[Table]:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -55,8 +55,8 @@ class Job:
     trust_remote_code: bool = False
     dtype: str = "auto"
     device: str = "auto"
-    experts: str = "allocmoe"
-    engine: str = "transformers"
+    experts: Literal["allocmoe", "stock"] = "allocmoe"
+    engine: Literal["transformers", "vllm"] = "transformers"
     engine_options: dict[str, Any] = field(default_factory=dict)
     max_length: int = 4096
     data: str | None = None
@@ -83,6 +83,7 @@ class Worker:
             torch.set_num_threads(job.threads)
         self._planners: dict[tuple[int, int, int], Planner] = {}
         self._tasks: dict[str, Tasks] = {}
+        self._texts: dict[tuple[TextSettings, int, int], Text] = {}
 
     def check(self, fingerprint: str | None) -> None:
         """Refuses weights other than those that earlier cells were measured on."""
@@ -169,14 +170,17 @@ class Worker:
         return self._load(settings.texts[text], settings.sequences, seed)
 
     def _load(self, text: TextSettings, sequences: int, seed: int) -> Text:
-        """Every part and seed has sequences of its own."""
-        return load_text(
-            self.job.source(text),
-            self._tokenizer,
-            sequences=sequences,
-            length=self.job.settings.calibration.length,
-            skip=(text.part * self.job.settings.seeds + seed) * sequences,
-        )
+        """Every part and seed has sequences of its own. Kept, for many cells read the same."""
+        key = (text, sequences, seed)
+        if key not in self._texts:
+            self._texts[key] = load_text(
+                self.job.source(text),
+                self._tokenizer,
+                sequences=sequences,
+                length=self.job.settings.calibration.length,
+                skip=(text.part * self.job.settings.seeds + seed) * sequences,
+            )
+        return self._texts[key]
 
     def _profile(self, cell: Cell, inputs: Mapping[str, Result]) -> Result:
         return profile(
@@ -214,7 +218,8 @@ class Worker:
     def _text(self, cell: Cell, inputs: Mapping[str, Result]) -> Result:
         text = self._measured(cell.text, cell.seed)
         for number in range(len(self.job.settings.calibration.texts)):
-            check_disjoint(self._calibration(number, cell.seed), text)
+            # the sweep over texts is of seed 0
+            check_disjoint(self._calibration(number, 0 if number else cell.seed), text)
         return evaluate(
             self._engine,
             _plans(inputs),
@@ -279,7 +284,7 @@ class Worker:
             self.moe.model,
             _plans(inputs),
             protocol=self.job.settings.speed,
-            experts="stock" if self.job.experts == "stock" else "allocmoe",
+            experts=self.job.experts,
             command=self.job.command,
             progress=self.progress,
         ).to_json()

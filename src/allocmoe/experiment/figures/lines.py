@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 
 SECTION = "figures"
-UNMODIFIED = "unmodified"
 PUBLISHED = "alloc-moe, the paper's"
 
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from allocmoe.artifacts import Method
+from allocmoe.evaluation.quality import UNMODIFIED
 from allocmoe.experiment.figures.lines import (
-    UNMODIFIED,
     Line,
     Panel,
     Point,

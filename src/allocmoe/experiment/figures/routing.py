@@ -6,9 +6,9 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from allocmoe.evaluation.quality import UNMODIFIED
 from allocmoe.experiment.figures.lines import (
     SECTION,
-    UNMODIFIED,
     Line,
     Point,
     at_half,

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from allocmoe.artifacts import Method, Timing
+from allocmoe.evaluation.quality import UNMODIFIED
 from allocmoe.experiment.figures.lines import (
     PUBLISHED,
     SECTION,
-    UNMODIFIED,
     Line,
     Panel,
     Point,
