@@ -146,7 +146,7 @@ def test_claims_that_they_do_not() -> None:
     [
         ((0.0, 0.0, 0.0), "holds"),
         # far apart, but not the same way for every seed
-        ((0.2, -0.2, 0.1), "holds"),
+        ((0.7, -0.2, 0.1), "within noise"),
         # surely further apart than what Alloc-L gains
         ((0.2, 0.21, 0.2), "does not hold"),
     ],

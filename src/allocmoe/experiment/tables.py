@@ -193,7 +193,7 @@ def _ablations(results: Results) -> Iterator[Table]:
         for label, method in ABLATION.items()
         if method in results.settings.methods
     }
-    for name, measure in results.overall:
+    for name, measure in _with_parts(results, results.overall):
         yield _by_budget(
             results,
             f"ablation-{name}",
@@ -228,6 +228,17 @@ def swept(results: Results) -> list[tuple[str, Measure]]:
     return [pair for pair in named if pair[0] != "tasks" or results.settings.tasks.sweeps]
 
 
+def _with_parts(
+    results: Results, named: Sequence[tuple[str, Measure]]
+) -> Iterator[tuple[str, Measure]]:
+    """Measures, and those that they are the means of."""
+    parts = {"tasks": results.groups, "perplexity": results.texts}
+    for name, measure in named:
+        yield name, measure
+        if len(parts[name]) > 1:
+            yield from ((part.name, part) for part in parts[name])
+
+
 def _sweeps(results: Results) -> Iterator[Table]:
     published = results.model.published
     for key, title, label, plans, printed in (
@@ -246,7 +257,7 @@ def _sweeps(results: Results) -> Iterator[Table]:
             published.calibration,
         ),
     ):
-        for name, measure in swept(results) if plans else ():
+        for name, measure in _with_parts(results, swept(results)) if plans else ():
             yield _by_budget(
                 results,
                 f"{key}-{name}",

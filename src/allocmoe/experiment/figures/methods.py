@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from allocmoe.artifacts import Method
 from allocmoe.evaluation.quality import UNMODIFIED
@@ -17,21 +16,14 @@ from allocmoe.experiment.figures.lines import (
 )
 from allocmoe.experiment.grid import PlanName
 from allocmoe.experiment.results import Difference, Measure, Results, Value
-from allocmoe.experiment.tables import (
-    COMPARISONS,
-    digits_of,
-)
-from allocmoe.report.drawing import (
-    Plot,
-    short,
-)
+from allocmoe.experiment.tables import ABLATION, COMPARISONS, digits_of
+from allocmoe.report.drawing import Plot, short
 
-if TYPE_CHECKING:
-    pass
+_PARTS = ("ablation", "Alloc-L, Alloc-T and both", tuple(ABLATION.values()))
 
 
 def comparisons(results: Results) -> Iterator[Plot]:
-    for key, title, methods in COMPARISONS:
+    for key, title, methods in (*COMPARISONS, _PARTS):
         known = [
             (measure, values)
             for measure in (*results.groups, *results.texts)

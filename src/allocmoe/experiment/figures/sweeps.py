@@ -122,11 +122,10 @@ def _calibration_caption(measure: Measure, lines: Sequence[Line]) -> str:
     budgets = set.intersection(*({*line.points} for line in lines))
     if not budgets:
         return f"No budget is measured for every text by the {measure.name}."
-    means = [statistics.fmean(line.points[b].y for b in budgets) for line in lines]
-    return (
-        f"By the {measure.name} Alloc-L gains {by(measure, statistics.fmean(means), '+')} "
-        f"over Uniform, and its texts lie {by(measure, max(means) - min(means))} apart."
-    )
+    means = {line.label: statistics.fmean(line.points[b].y for b in budgets) for line in lines}
+    ends = dict.fromkeys((max(means, key=means.__getitem__), min(means, key=means.__getitem__)))
+    found = " and ".join(f"{by(measure, means[name], '+')} with {name}" for name in ends)
+    return f"By the {measure.name}, Alloc-L gains {found} over Uniform."
 
 
 def _sweep(
