@@ -31,6 +31,7 @@ KEYS = [
     "main",
     "alloc-l",
     "alloc-t",
+    "ablation",
     "speedup",
     "expert-load",
     "load-balance",
