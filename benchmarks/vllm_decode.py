@@ -20,6 +20,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from dataclasses import replace
@@ -39,6 +40,7 @@ from allocmoe.planning.methods import make_plan
 
 SHAPE = "deepseek-v2-lite"
 ROUTER_STD = 0.02
+READY, RESULT = "READY", "RESULT "
 ENTRIES = ("original", "uniform, stock", "layers", "alloc-t/batch", "alloc-t/threshold")
 
 
@@ -53,7 +55,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--warmups", type=int, default=5)
     parser.add_argument("--runs", type=int, default=10)
     parser.add_argument("--capture", default="1,2,4,8,16,32,64,128,256", help="CUDA graph sizes")
-    parser.add_argument("--timeout", type=float, default=300, help="seconds for an entry")
+    parser.add_argument("--timeout", type=float, default=300, help="seconds for an engine")
+    parser.add_argument(
+        "--side-by-side",
+        type=int,
+        default=1,
+        metavar="N",
+        help="engines that start at once; they are timed one after the other (about 40 GiB each)",
+    )
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("-o", "--output", type=Path)
     parser.add_argument("--entry", help=argparse.SUPPRESS)
@@ -119,7 +128,9 @@ def run_entry(args: argparse.Namespace) -> dict[str, Any]:
         dtype="bfloat16",
         max_model_len=longest,
         max_num_batched_tokens=max(2048, args.batch * args.long_prompt),
-        gpu_memory_utilization=0.5,
+        gpu_memory_utilization=0.25,
+        # given, lest engines that start side by side count each other's memory
+        kv_cache_memory_bytes=4 << 30,
         enable_prefix_caching=False,
         enforce_eager=args.eager,
         compilation_config={"cudagraph_capture_sizes": [int(n) for n in args.capture.split(",")]},
@@ -139,6 +150,9 @@ def run_entry(args: argparse.Namespace) -> dict[str, Any]:
     if plan is not None:
         # the dummy steps of the start do not count
         llm.collective_rpc("allocmoe_reset")
+
+    print(READY, flush=True)
+    sys.stdin.readline()  # until it is this engine's turn
 
     def prompts(length: int) -> list[dict[str, list[int]]]:
         draw = random.Random(1)
@@ -183,20 +197,21 @@ def run_entry(args: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def main() -> None:
-    args = parse()
-    if args.entry:
-        # what it does when the time is up
-        faulthandler.dump_traceback_later(args.timeout, exit=True)
-        code = 1
-        try:
-            print("RESULT " + json.dumps(run_entry(args)), flush=True)
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        # vLLM's threads may not end
-        sys.stderr.flush()
-        os._exit(code)
+def be_entry(args: argparse.Namespace) -> None:
+    # what it does when the time is up
+    faulthandler.dump_traceback_later(args.timeout, exit=True)
+    code = 1
+    try:
+        print(RESULT + json.dumps(run_entry(args)), flush=True)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    # vLLM's threads may not end
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def start(entry: str) -> subprocess.Popen[str]:
     environment = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
@@ -204,32 +219,75 @@ def main() -> None:
         "HF_HUB_OFFLINE": "1",
         **os.environ,
     }
+    return subprocess.Popen(
+        [sys.executable, *sys.argv, "--entry", entry],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+    )
+
+
+class Engine:
+    """A process with an engine, whose output is read as it comes, lest it waits for a reader."""
+
+    def __init__(self, entry: str) -> None:
+        self.entry, self.lines = entry, list[str]()
+        self.process = start(entry)
+        self.ready = threading.Event()
+        self.reader = threading.Thread(target=self._read, daemon=True)
+        self.reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line)
+            if line.startswith(READY):
+                self.ready.set()
+        self.ready.set()  # it ended, or never gets there
+
+    def measure(self) -> dict[str, Any] | None:
+        """What it timed; None if it failed."""
+        if self.process.poll() is None and self.process.stdin is not None:
+            self.process.stdin.write("go\n")
+            self.process.stdin.flush()
+        self.process.wait()
+        self.reader.join()
+        found = [line for line in self.lines if line.startswith(RESULT)]
+        return json.loads(found[-1].removeprefix(RESULT)) if found else None
+
+
+def main() -> None:
+    args = parse()
+    if args.entry:
+        be_entry(args)
     rows, failed = [], []
-    for entry in args.entries.split(","):
-        entry = entry.replace(";", ", ")
-        command = [sys.executable, *sys.argv, "--entry", entry]
-        done = subprocess.run(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
-        )
-        found = [line[7:] for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-        if not found:
-            # the entries before and after it are worth having
-            print(f"{entry} failed:\n{done.stdout[-6000:]}", file=sys.stderr, flush=True)
-            failed.append(entry)
-            continue
-        rows.append(json.loads(found[-1]))
-        print(json.dumps(rows[-1]), flush=True)
-        result = {
-            "benchmark": "vllm_decode",
-            "shape": SHAPE,
-            "settings": {k: v for k, v in vars(args).items() if k not in ("entry", "output")},
-            "rows": rows,
-            "failed": failed,
-            "vllm": version("vllm"),
-            **provenance(),
-        }
-        if args.output:
-            write_json(args.output, result)
+    entries = [entry.replace(";", ", ") for entry in args.entries.split(",")]
+    for first in range(0, len(entries), args.side_by_side):
+        engines = [Engine(entry) for entry in entries[first : first + args.side_by_side]]
+        for engine in engines:
+            engine.ready.wait()
+        for engine in engines:
+            row = engine.measure()
+            if row is None:
+                # the entries before and after it are worth having
+                print(f"{engine.entry} failed:", *engine.lines[-80:], file=sys.stderr, flush=True)
+                failed.append(engine.entry)
+                continue
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+            result = {
+                "benchmark": "vllm_decode",
+                "shape": SHAPE,
+                "settings": {k: v for k, v in vars(args).items() if k not in ("entry", "output")},
+                "rows": rows,
+                "failed": failed,
+                "vllm": version("vllm"),
+                **provenance(),
+            }
+            if args.output:
+                write_json(args.output, result)
     if failed:
         raise SystemExit(f"failed: {', '.join(failed)}")
 

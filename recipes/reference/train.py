@@ -18,6 +18,7 @@ import shlex
 import shutil
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -168,8 +169,7 @@ def attempt(
     set_layers(model, way["experts_impl"])
     step: Losses = torch.compile(losses) if way["compiled"] else losses
     backward(step, ids, args, way["passes"])
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    if not all(bool(gradient.isfinite().all()) for gradient in gradients):
+    if not all(_is_finite(p.grad) for p in model.parameters()):
         raise ArithmeticError("gradients are not finite")
     return step
 
@@ -207,6 +207,8 @@ def train(
     """Steps until the time or --max-steps is up; how many, and the seconds they took."""
     optimizer = build_optimizer(model, args)
     began, step, skipped = time.perf_counter(), 0, 0
+    # parameters whose gradients were not finite, and how often
+    broken: Counter[str] = Counter()
     while True:
         elapsed = time.perf_counter() - began
         progress = elapsed / seconds
@@ -217,12 +219,15 @@ def train(
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(args, progress)
         loss, balance, chosen = backward(losses, next(source), args, passes)
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
         # reading the norm waits for the step, so that the clock counts what is done
         if math.isfinite(norm.item()):
+            torch.nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm)
             optimizer.step()
         else:
             skipped += 1
+            broken.update(n for n, p in model.named_parameters() if not _is_finite(p.grad))
         optimizer.zero_grad(set_to_none=True)
         if step % args.log_every == 0:
             log(
@@ -234,10 +239,15 @@ def train(
                     "busiest": float(chosen.max()) * chosen.shape[1] / args.top_k,
                     "norm": float(norm),
                     "skipped": skipped,
+                    "broken": dict(broken.most_common(5)),
                     "seconds": round(elapsed, 3),
                 }
             )
         step += 1
+
+
+def _is_finite(gradient: torch.Tensor | None) -> bool:
+    return gradient is None or bool(gradient.isfinite().all())
 
 
 @torch.no_grad()

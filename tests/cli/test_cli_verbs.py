@@ -7,6 +7,7 @@ import math
 import re
 import shlex
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from transformers import PreTrainedModel
 
 from allocmoe.artifacts import Evaluation, Plan, Sensitivity, load_artifact
 from allocmoe.cli.main import VERBS, make_parser
+from allocmoe.cli.profile import foreign_lines
 from allocmoe.planning.methods import METHODS, NEEDS_SENSITIVITY, NEEDS_WEIGHTS
 from tiny import tiny
 
@@ -91,6 +93,14 @@ class TestProfile:
         for row, deeper in zip(measured.perplexity, measured.perplexity[1:], strict=False):
             assert row[-1] == pytest.approx(deeper[0], rel=1e-12)
         assert measured.perplexity[-1][-1] == pytest.approx(measured.base_perplexity, rel=1e-12)
+
+    def test_tells_of_a_text_that_rewards_cutting(self, profiled: tuple[Path, Ran]) -> None:
+        written = Sensitivity.load(profiled[0])
+        rising = tuple(tuple(sorted(row, reverse=True)) for row in written.perplexity)
+        assert foreign_lines(replace(written, perplexity=rising)) == []
+        last = (0.99 * rising[-1][-1], *rising[-1][1:])
+        (line,) = foreign_lines(replace(written, perplexity=(*rising[:-1], last)))
+        assert "in MoE layers 3 (-1.0%): it may be foreign" in line
 
     def test_other_contexts_token_rule_grid_and_text(
         self, model: Path, text_file: Path, tmp_path: Path

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from allocmoe.cli import common
+
+if TYPE_CHECKING:
+    from allocmoe.artifacts import Sensitivity
 
 NAME = "profile"
 HELP = "measure how sensitive each MoE layer is to its number of activations"
@@ -45,6 +48,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+# of the perplexity; profiles on text that a model knows stay well below it
+TELLING_FALL = 0.003
+
+
 def run(args: argparse.Namespace) -> None:
     from allocmoe.artifacts import TokenRule
     from allocmoe.cli.tables import sensitivity_table
@@ -81,6 +88,23 @@ def run(args: argparse.Namespace) -> None:
     if not chief:
         return
     common.console.print(sensitivity_table(result))
+    for line in foreign_lines(result):
+        common.console.print(f"note: {line}", style="yellow")
     common.console.print(f"saved in {args.output}")
     if args.json:
         common.print_json(result.to_json())
+
+
+def foreign_lines(sensitivity: Sensitivity) -> list[str]:
+    """Layers that are better off with fewer experts: Alloc-L would cut them, to the cost of other
+    text."""
+    lowest = {layer: min(row) for layer, row in enumerate(sensitivity.cost("relative"))}
+    falls = {layer: fall for layer, fall in lowest.items() if fall < -TELLING_FALL}
+    if not falls:
+        return []
+    named = ", ".join(f"{layer} ({fall:+.1%})" for layer, fall in falls.items())
+    return [
+        f"fewer experts lower the perplexity of this text in MoE layers {named}: it may be foreign "
+        "to the model, and a plan from it bad for other text. Calibrate on text like what you "
+        "serve, or let `allocmoe optimize` measure"
+    ]
