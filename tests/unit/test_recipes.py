@@ -178,6 +178,23 @@ def test_passes_change_nothing_but_memory(recipe: dict[str, ModuleType]) -> None
     assert float((found[0] - found[1]).abs().max()) < 1e-2 * float(found[0].abs().max())
 
 
+def test_a_step_without_finite_gradients_changes_nothing(recipe: dict[str, ModuleType]) -> None:
+    args = arguments(recipe, "small-olmoe", "--max-steps", "2")
+    model, losses = build(recipe, args)
+    recipe["layers"].set_layers(model, "dense")
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    weight = model.model.norm.weight
+    weight.register_hook(lambda gradient: gradient * float("nan"))
+    log: list[dict[str, Any]] = []
+    source = recipe["train"].batches(text(), args)
+    recipe["train"].train(model, losses, source, args, seconds=60, log=log.append)
+    assert [(entry["skipped"], entry["broken"]) for entry in log] == [
+        (1, {"model.norm.weight": 1}),
+        (2, {"model.norm.weight": 2}),
+    ]
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
 def test_a_way_that_fails_is_followed_by_another(
     recipe: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
 ) -> None:
