@@ -4,7 +4,8 @@
 
 For every folder that collect.py packed: the summed sensitivity (rise of the log-perplexity in nats
 a token) of Uniform and of Alloc-L's plans at half the budget, by the profile on each text. Where a
-text has several seeds, a plan is judged by the profiles of the others.
+text has several seeds, a plan is judged by the profiles of the others. Only the experiment's main
+context counts.
 """
 
 from __future__ import annotations
@@ -44,12 +45,12 @@ def table(folder: Path, texts: list[str]) -> list[str]:
     profiles = {
         name.removeprefix("profile-"): Sensitivity.from_json(found, name)
         for name, found in cells.items()
-        if name.startswith("profile-")
+        if name.startswith("profile-") and "-c" not in name
     }
     full = sum(next(iter(profiles.values())).model.k_orig)
     plans: dict[str, list[tuple[str, Plan]]] = {"uniform": []}
     for name, found in cells.items():
-        if name.startswith(("plan-alloc-l@", "plan-uniform@")):
+        if name.startswith(("plan-alloc-l@", "plan-uniform@")) and "-c" not in name:
             method, _, rest = name.removeprefix("plan-").partition("@")
             budget, *marks = rest.split("-")
             if 2 * int(budget) == full:

@@ -77,7 +77,7 @@ def make_results(
 def rise(info: ModelInfo, plan: PlanName, text: int = 0, seed: int = 0) -> float:
     """The rise of the log-perplexity that a plan was given."""
     hard = (sum(info.k_orig) / plan.budget - 1) ** 2
-    other = 1 + 0.1 * abs(plan.k_base - 1) + 0.02 * plan.text
+    other = 1 + 0.1 * abs(plan.k_base - 1) + 0.02 * plan.text - 0.03 * plan.context
     return 0.1 * LOSS[plan.method] * hard * other * (1 + 0.2 * text) * (1 + 0.05 * seed)
 
 

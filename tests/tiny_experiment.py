@@ -16,6 +16,7 @@ texts = [
   { name = "one", source = "builtin", part = 0 },
   { name = "two", source = "builtin", part = 1 },
 ]
+contexts = ["paper", "single"]
 sequences = 2
 length = 32
 batch_size = 2
@@ -59,6 +60,7 @@ answer_tokens = 8
 
 [quick.calibration]
 texts = [{ name = "one", source = "builtin", part = 0 }]
+contexts = ["paper"]
 sequences = 2
 length = 32
 batch_size = 2

@@ -65,9 +65,12 @@ def test_status_runs_nothing(command: list[Any], tmp_path: Path) -> None:
 
 def test_only_some_kinds(command: list[Any], tmp_path: Path) -> None:
     ran = succeed(*command, "-o", tmp_path / "out", "--kinds", "profile", "--json")
-    assert ran.json["finished"] == ran.json["cells"] == 2
+    assert ran.json["finished"] == ran.json["cells"] == 3
     names = sorted(path.name for path in (tmp_path / "out" / "cells").iterdir())
-    assert names == ["profile-t0-s0.json", "profile-t1-s0.json"]
+    assert names == ["profile-t0-s0-c1.json", "profile-t0-s0.json", "profile-t1-s0.json"]
+    for name, context in zip(names, ("single", "paper", "paper"), strict=True):
+        cell = json.loads((tmp_path / "out" / "cells" / name).read_text())
+        assert cell["result"]["context"]["name"] == context
 
 
 @pytest.mark.parametrize(

@@ -186,6 +186,13 @@ def test_sweeps_are_differences(plots: dict[str, Plot]) -> None:
     gain = mean(PlanName("uniform", HALF)) - mean(PlanName("alloc-l", HALF, text=2))
     row = row_of(sweeps["calibration"], "mean of the texts", settings.calibration.texts[2].name)
     assert row[BUDGETS.index(HALF)] == f"{gain:+.4f}"
+    both = replace(settings.calibration, contexts=("paper", "single"))
+    plot = figures(make_results(replace(settings, calibration=both)))["context"]
+    for method, context in (("alloc-l", 0), ("alloc-moe", 1)):
+        plan = PlanName(method, HALF, context=context)  # type: ignore[arg-type]
+        row = row_of(plot, "mean of the texts", f"{method}, {both.contexts[context]}")
+        gain = mean(PlanName("uniform", HALF)) - mean(plan)
+        assert row[BUDGETS.index(HALF)] == f"{gain:+.4f}"
     # with seeds and items the noise stands beside
     cells = row_of(plots["k-base"], "mean of the groups", "mean of the budgets")
     assert [" ±" in cell for cell in cells] == [True, False, True, True]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from dataclasses import replace
 from typing import Any
 
@@ -95,6 +96,25 @@ def test_the_papers_numbers_stand_beside_ours() -> None:
     assert {"Uniform", "+L", "+T", "+L +T"} <= {*rows}
     speed = table_of(make_results(), "speed")
     assert speed.rows[-1][:4] == ("alloc-moe, the paper's", "8", "1.15", "1.34")
+
+
+def test_means_are_taken_apart() -> None:
+    """What is a mean of texts or groups stands for each of them too."""
+    settings = tiny_settings()
+    both = replace(settings.calibration, contexts=("paper", "single"))
+    results = make_results(replace(settings, calibration=both))
+    half = results.grid.half
+    for key, name, plan in (
+        ("ablation", "+L", PlanName("alloc-l", half)),
+        ("calibration", both.texts[1].name, PlanName("alloc-l", half, text=1)),
+        ("context", "alloc-moe, single", PlanName("alloc-moe", half, context=1)),
+    ):
+        for number, text in enumerate(("wikitext2-test", "c4-other-part")):
+            table = table_of(results, f"{key}-{text}")
+            row = next(cells for cells in table.rows if cells[0] == name)
+            rises = [rise(TINY, plan, number, seed) for seed in range(settings.seeds)]
+            cell = row[1 + results.grid.budgets.index(half)].strip("*")
+            assert cell.startswith(f"{statistics.fmean(rises):.4f} ±"), (key, text)
 
 
 def test_what_is_not_finished_is_no_number() -> None:

@@ -32,13 +32,14 @@ K_BASE = 1
 
 @dataclass(frozen=True)
 class PlanName:
-    """One plan of the experiment. text: the calibration text, by its place in the settings."""
+    """One plan of the experiment. text, context: of calibration, by their place in the settings."""
 
     method: Method
     budget: int
     seed: int = 0
     text: int = 0
     k_base: int = K_BASE
+    context: int = 0
 
     @property
     def label(self) -> str:
@@ -47,6 +48,8 @@ class PlanName:
             parts.append(f"k{self.k_base}")
         if self.text:
             parts.append(f"t{self.text}")
+        if self.context:
+            parts.append(f"c{self.context}")
         if self.seed:
             parts.append(f"s{self.seed}")
         return "-".join(parts)
@@ -60,6 +63,7 @@ class Cell:
     needs: tuple[str, ...] = ()
     plan: PlanName | None = None
     text: int = 0
+    context: int = 0
     seed: int = 0
     budget: int = 0
     task: str = ""
@@ -67,7 +71,7 @@ class Cell:
     @property
     def id(self) -> str:
         what = {
-            "profile": f"t{self.text}-s{self.seed}",
+            "profile": f"t{self.text}-s{self.seed}" + (f"-c{self.context}" if self.context else ""),
             "plan": self.plan.label if self.plan else "",
             "text": f"{self.budget}-t{self.text}-s{self.seed}",
             "task": f"{self.task}-{self.plan.label if self.plan else UNMODIFIED}",
@@ -137,11 +141,21 @@ def make_grid(
             for text in range(1, len(settings.calibration.texts))
             if "alloc-l" in settings.methods
         ),
+        *(
+            PlanName(method, budget, seed, context=context)
+            for seed in range(settings.seeds)
+            for budget in budgets
+            for context in range(1, len(settings.calibration.contexts))
+            for method in settings.methods
+            if method in NEEDS_SENSITIVITY
+        ),
     ]
     plans = [*main, *sweeps]
-    scored = [plan for plan in main if plan.seed < settings.tasks.seeds]
-    if settings.tasks.sweeps:
-        scored += sweeps
+    scored = [
+        plan
+        for plan in (plans if settings.tasks.sweeps else main)
+        if plan.seed < settings.tasks.seeds
+    ]
     cells = [
         *_profiles(plans),
         *(Cell("plan", _needs_of_plan(plan), plan) for plan in plans),
@@ -165,13 +179,8 @@ def depends_on_text(settings: Settings, method: Method) -> bool:
 def plans_of(plans: Sequence[PlanName], seed: int) -> list[PlanName]:
     """The plans as a seed has them: those that depend on no text are the same for all."""
     of_seed = [plan for plan in plans if plan.seed == seed]
-    known = {(p.method, p.budget, p.text, p.k_base) for p in of_seed}
-    fixed = [
-        plan
-        for plan in plans
-        if plan.seed == 0 and (plan.method, plan.budget, plan.text, plan.k_base) not in known
-    ]
-    return of_seed + fixed
+    known = {replace(plan, seed=0) for plan in of_seed}
+    return of_seed + [plan for plan in plans if plan.seed == 0 and plan not in known]
 
 
 def _plan_id(plan: PlanName) -> str:
@@ -179,7 +188,7 @@ def _plan_id(plan: PlanName) -> str:
 
 
 def _profile(plan: PlanName) -> Cell:
-    return Cell("profile", text=plan.text, seed=plan.seed)
+    return Cell("profile", text=plan.text, context=plan.context, seed=plan.seed)
 
 
 def _profiles(plans: Sequence[PlanName]) -> list[Cell]:

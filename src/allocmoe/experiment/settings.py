@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from allocmoe.artifacts import Method, Protocol, Scope
+from allocmoe.artifacts import ContextName, Method, Protocol, Scope
 from allocmoe.codec import decode
 from allocmoe.errors import AllocMoEError
 
@@ -26,9 +26,13 @@ class TextSettings:
 
 @dataclass(frozen=True)
 class Calibration:
-    """The first text is the main one, the others are for the sweep over texts."""
+    """The first text and context are the main ones, the others are for sweeps over them.
+
+    contexts: what the other layers do while one is profiled.
+    """
 
     texts: tuple[TextSettings, ...]
+    contexts: tuple[ContextName, ...]
     sequences: int
     length: int
     batch_size: int
@@ -37,6 +41,10 @@ class Calibration:
         _check_names(self.texts)
         if not self.texts:
             raise AllocMoEError("there is no text to calibrate on")
+        if not self.contexts or len({*self.contexts}) < len(self.contexts):
+            raise AllocMoEError(f"contexts must be one or more, each once: {self.contexts}")
+        if "around" in self.contexts:
+            raise AllocMoEError("the context around has a budget of its own: take paper or single")
 
 
 @dataclass(frozen=True)

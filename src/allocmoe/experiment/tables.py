@@ -12,8 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from allocmoe.artifacts import Method
-from allocmoe.experiment.grid import K_BASE, PlanName
+from allocmoe.experiment.grid import PlanName
 from allocmoe.experiment.results import Measure, Results, Value, mean_value
+from allocmoe.planning.methods import NEEDS_SENSITIVITY
 
 # which methods stand in which of the paper's comparisons
 MAIN: tuple[Method, ...] = ("uniform", "lexi", "naee", "dynamic-moe", "alloc-moe")
@@ -216,9 +217,21 @@ def k_base_plans(results: Results) -> dict[str, list[PlanName]]:
 def calibration_plans(results: Results) -> dict[str, list[PlanName]]:
     found: dict[str, list[PlanName]] = {}
     for plan in results.grid.plans:
-        if plan.method == "alloc-l" and plan.seed == 0 and plan.k_base == K_BASE:
+        if plan.method == "alloc-l" and plan.seed == 0 and plan.context == 0:
             name = results.settings.calibration.texts[plan.text].name
             found.setdefault(name, []).append(plan)
+    return found
+
+
+def context_plans(results: Results) -> dict[str, list[PlanName]]:
+    """Uniform, and what comes of every context; nothing if there is but one."""
+    contexts = results.settings.calibration.contexts
+    if len(contexts) < 2:
+        return {}
+    found = {"uniform": [PlanName("uniform", budget) for budget in results.grid.budgets]}
+    for plan in results.grid.plans:
+        if plan.method in NEEDS_SENSITIVITY and plan.seed == plan.text == 0:
+            found.setdefault(f"{plan.method}, {contexts[plan.context]}", []).append(plan)
     return found
 
 
@@ -255,6 +268,13 @@ def _sweeps(results: Results) -> Iterator[Table]:
             "text",
             calibration_plans(results),
             published.calibration,
+        ),
+        (
+            "context",
+            "What the other layers do while one is profiled",
+            "method, context",
+            context_plans(results),
+            {},
         ),
     ):
         for name, measure in _with_parts(results, swept(results)) if plans else ():

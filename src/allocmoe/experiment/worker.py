@@ -186,6 +186,7 @@ class Worker:
         return profile(
             self._engine,
             self._calibration(cell.text, cell.seed),
+            context=self.job.settings.calibration.contexts[cell.context],
             batch_size=self.job.settings.calibration.batch_size,
             save_to=self._scratch / f"{cell.id}.json",
             resume=True,

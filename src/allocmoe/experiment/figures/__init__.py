@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from allocmoe.experiment.figures.methods import comparisons
 from allocmoe.experiment.figures.routing import expert_load, layers_and_tokens, load_balance
 from allocmoe.experiment.figures.speed import speedup, trade_off
-from allocmoe.experiment.figures.sweeps import calibration, k_base
+from allocmoe.experiment.figures.sweeps import calibration, contexts, k_base
 from allocmoe.experiment.results import Results
 from allocmoe.report.drawing import Plot
 
@@ -23,5 +23,6 @@ def make_figures(results: Results) -> list[Plot]:
         layers_and_tokens,
         k_base,
         calibration,
+        contexts,
     )
     return [plot for maker in makers for plot in maker(results)]

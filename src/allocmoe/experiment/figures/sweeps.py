@@ -1,10 +1,10 @@
-"""How much better another K_base or another calibration text is."""
+"""How much better another K_base, calibration text or context is."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from allocmoe.experiment.figures.lines import (
     Line,
@@ -18,17 +18,12 @@ from allocmoe.experiment.grid import K_BASE, PlanName
 from allocmoe.experiment.results import Measure, Results, Value
 from allocmoe.experiment.tables import (
     calibration_plans,
+    context_plans,
     digits_of,
     k_base_plans,
     swept,
 )
-from allocmoe.report.drawing import (
-    Plot,
-)
-
-if TYPE_CHECKING:
-    pass
-
+from allocmoe.report.drawing import Plot
 
 _MEAN = "mean of the budgets"
 
@@ -97,20 +92,36 @@ def _k_base_caption(measure: Measure, lines: Sequence[Line]) -> str:
 
 
 def calibration(results: Results) -> Iterator[Plot]:
-    plans, known = calibration_plans(results), []
+    plans = calibration_plans(results)
+    yield from _over_uniform(results, "calibration", "The calibration text of Alloc-L", plans)
+
+
+def contexts(results: Results) -> Iterator[Plot]:
+    plans = context_plans(results)
+    plans.pop("uniform", None)
+    title = "What the other layers do while one is profiled"
+    yield from _over_uniform(results, "context", title, plans)
+
+
+def _over_uniform(
+    results: Results, key: str, title: str, plans: Mapping[str, Sequence[PlanName]]
+) -> Iterator[Plot]:
+    known = []
     for _, measure in swept(results):
         uniform = {b: measure.of(PlanName("uniform", b)) for b in results.grid.budgets}
         lines = []
         for index, (name, row) in enumerate(plans.items()):
             points = _gaps(measure, {plan.budget: measure.of(plan) for plan in row}, uniform)
+            # what the other comparisons show has the colour that it has there
+            shown = "" if row[0].text or row[0].context else row[0].method
             if points:
-                lines.append(Line(name, "" if index else "alloc-l", points, index=index - 1))
+                lines.append(Line(name, shown, points, index=index - 1))
         if lines:
             known.append((measure, lines))
     yield from _sweep(
-        "calibration",
-        "The calibration text of Alloc-L",
-        " ".join(_calibration_caption(measure, lines) for measure, lines in known),
+        key,
+        title,
+        " ".join(_gain_caption(measure, lines) for measure, lines in known),
         known,
         against="uniform",
         along=budget_label(results),
@@ -118,14 +129,14 @@ def calibration(results: Results) -> Iterator[Plot]:
     )
 
 
-def _calibration_caption(measure: Measure, lines: Sequence[Line]) -> str:
+def _gain_caption(measure: Measure, lines: Sequence[Line]) -> str:
     budgets = set.intersection(*({*line.points} for line in lines))
     if not budgets:
-        return f"No budget is measured for every text by the {measure.name}."
+        return f"No budget is measured for every line by the {measure.name}."
     means = {line.label: statistics.fmean(line.points[b].y for b in budgets) for line in lines}
     ends = dict.fromkeys((max(means, key=means.__getitem__), min(means, key=means.__getitem__)))
     found = " and ".join(f"{by(measure, means[name], '+')} with {name}" for name in ends)
-    return f"By the {measure.name}, Alloc-L gains {found} over Uniform."
+    return f"By the {measure.name} the gain over Uniform is {found}."
 
 
 def _sweep(
