@@ -144,8 +144,12 @@ class Knowing(DummyLM):
 
 @pytest.mark.parametrize("name", ["gsm8k", "acp_bench", "bbh"])
 def test_right_answers_count(name: str, tasks: Tasks) -> None:
-    found = run_task(Knowing(), name, tasks, reset=lambda: None, activity=lambda: ())
+    hits: dict[str, str] = {}
+    found = run_task(
+        Knowing(), name, tasks, reset=lambda: None, activity=lambda: (), on_hits=hits.update
+    )
     assert {score.value for score in found.scores.values()} == {1.0}
+    assert hits == dict.fromkeys(found.scores, "1" * found.num_items)
 
 
 class TestTheSameAsOnTheHub:

@@ -318,10 +318,20 @@ def test_any_model_of_lm_eval_can_be_run(tasks: Tasks) -> None:
         calls.append("activity")
         return [layer, layer]
 
+    hits: dict[str, str] = {}
     result = run_task(
-        Counting(), "choices", tasks, reset=lambda: calls.append("reset"), activity=activity
+        Counting(),
+        "choices",
+        tasks,
+        reset=lambda: calls.append("reset"),
+        activity=activity,
+        on_hits=hits.update,
     )
     assert calls == ["reset", "run", "activity"]
+    for name, right in hits.items():
+        assert len(right) == result.num_items
+        assert right.count("1") / len(right) == pytest.approx(result.scores[name].value)
+    assert "acc" in hits
     assert result.realised_per_layer == (2.5, 2.5)
     assert result.realised == 5.0
 

@@ -7,6 +7,7 @@ import statistics
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from allocmoe.experiment.claims import Claim, make_claims
@@ -50,6 +51,48 @@ def test_noise_of_items_and_of_seeds_add_up() -> None:
     seeds = HIGHER.compare(Value((50.0, 50.0), 3.0), Value((55.0, 57.0), 4.0)).noise
     assert seeds == pytest.approx(math.hypot(1.96 * 5, 12.706 * math.sqrt(2) / math.sqrt(2)))
     assert HIGHER.compare(Value((1.0,)), Value((2.0,))).noise is None
+
+
+def test_noise_of_items_is_that_of_the_paired_difference() -> None:
+    draw = np.random.default_rng(0)
+    right = (draw.random(400) < 0.5) * 100.0
+    other = right.copy()
+    other[:20] = 100 - other[:20]
+    one = Value((right.mean(),), 2.5, {"task": right})
+    two = Value((other.mean(),), 2.5, {"task": other})
+    gaps = right - other
+    assert HIGHER.compare(one, two).noise == pytest.approx(1.96 * gaps.std() / 20)
+    # over several tasks their items are apart, over several plans they are the same
+    far = Value((right.mean(),), 2.5, {"far": right})
+    tasks = [mean_value([value, far]) for value in (one, two)]
+    assert tasks[0] is not None
+    assert tasks[1] is not None
+    assert HIGHER.compare(*tasks).noise == pytest.approx(1.96 * gaps.std() / 20 / 2)
+    plans = mean_value([one, two], same_items=True)
+    assert plans is not None
+    assert HIGHER.compare(plans, one).noise == pytest.approx(1.96 * gaps.std() / 20 / 2)
+    assert HIGHER.compare(one, far).noise == pytest.approx(1.96 * math.hypot(2.5, 2.5), rel=0.01)
+    # what is not known of one is known of none
+    blank = mean_value([one, Value((1.0,), 2.5)])
+    assert blank is not None
+    assert not blank.items
+
+
+def test_hits_are_the_items_of_a_score() -> None:
+    results = make_results()
+    task = results.settings.tasks.groups["NLU"][0]
+    plans = [None, PlanName("uniform", results.grid.half)]
+    cells = [Cell("task", plan=plan, task=task.task) for plan in plans]
+    found = dict(results.found)
+    for cell, hits in zip(cells, ("1110" * 10, "1111" * 10), strict=True):
+        key = next(iter(found[cell.id]["scores"]))
+        found[cell.id] = found[cell.id] | {"hits": {key: hits}}
+    values = [replace(results, found=found).score(task, plan) for plan in plans]
+    assert values[0] is not None
+    assert values[1] is not None
+    assert values[0].items[task.task].mean() == 75
+    noise = HIGHER.compare(values[0], values[1]).noise
+    assert noise == pytest.approx(1.96 * 100 * math.sqrt(0.25 * 0.75 / 40))
 
 
 def test_errors_average_out_over_tasks_but_not_over_budgets() -> None:

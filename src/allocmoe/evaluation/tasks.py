@@ -41,6 +41,10 @@ from allocmoe.runtime.hf import Controller
 # lm-eval's tasks, and the group that scores them as one if there is one, by the name to report
 Tasks = Mapping[str, Any]
 
+# by score, a 1 or a 0 for every item in their order, where a score is the share of right ones: what
+# two plans differ by is known far better from their items than from their shares
+Hits = dict[str, str]
+
 # for a standard error without a closed form, such as a perplexity's; lm-eval's own 100000 take half
 # a minute for every plan on a task of 5000 items
 BOOTSTRAP_DRAWS = 10_000
@@ -137,10 +141,12 @@ def run_task(
     activity: Callable[[], Sequence[LayerActivity]],
     limit: int | None = None,
     note: Callable[[str], None] = lambda line: None,
+    on_hits: Callable[[Hits], None] = lambda hits: None,
 ) -> TaskResult:
     """One of the loaded tasks on an `LM` of lm-eval, by whatever engine it runs.
 
     `reset` is called before the first request, and `activity` after the last one tells what ran.
+    `on_hits` hears which items were right.
     """
     from lm_eval.defaults import DEFAULT_OTHER_SEED, DEFAULT_RANDOM_SEED
     from lm_eval.evaluator import evaluate
@@ -160,7 +166,7 @@ def run_task(
                 task_dict=task,
                 limit=limit,
                 bootstrap_iters=BOOTSTRAP_DRAWS,
-                log_samples=False,
+                log_samples=True,
             )
     except (AssertionError, ValueError) as error:
         raise AllocMoEError(f"the task {name} cannot be run: {first_line(error)}") from error
@@ -168,11 +174,15 @@ def run_task(
         note(f"{name}: inputs that are longer than the model takes lose their beginning")
     layers = [layer.mean for layer in activity()]
     shots = {found["n-shot"][part] for part in task["tasks"]}
+    scores = _read_scores(found["results"][name], task["tasks"].values())
+    num_items = sum(found["n-samples"][part]["effective"] for part in task["tasks"])
+    samples = [sample for part in task["tasks"] for sample in found["samples"][part]]
+    on_hits(_read_hits(samples, num_items, scores))
     return TaskResult(
         task=name,
-        num_items=sum(found["n-samples"][part]["effective"] for part in task["tasks"]),
+        num_items=num_items,
         shots=shots.pop() if len(shots) == 1 else None,
-        scores=_read_scores(found["results"][name], task["tasks"].values()),
+        scores=scores,
         realised=sum(layers),
         realised_per_layer=tuple(layers),
     )
@@ -191,6 +201,27 @@ def _read_scores(found: Mapping[str, Any], parts: Iterable[Any]) -> dict[str, Sc
                 higher_is_better=better.get(metric),
             )
     return scores
+
+
+def _read_hits(
+    samples: Sequence[Mapping[str, Any]], num_items: int, scores: Mapping[str, Score]
+) -> Hits:
+    """From what lm-eval keeps of every item."""
+    found = {}
+    for key, score in scores.items():
+        metric, _, answer_filter = key.partition(",")
+        values = [
+            sample.get(metric)
+            for sample in samples
+            if sample["filter"] == (answer_filter or "none")
+        ]
+        if score.value is None or not all(value in (0, 1) for value in values):
+            continue
+        hits = "".join("1" if value else "0" for value in values)
+        # a group may weigh its tasks in another way
+        if len(hits) == num_items and math.isclose(hits.count("1") / num_items, score.value):
+            found[key] = hits
+    return found
 
 
 def _finite(value: Any) -> float | None:
@@ -231,10 +262,11 @@ class TaskRunner:
         limit: int | None = None,
         on_share: Callable[[float], None] = lambda share: None,
         note: Callable[[str], None] = lambda line: None,
+        on_hits: Callable[[Hits], None] = lambda hits: None,
     ) -> TaskResult:
         """One of the loaded tasks under a plan, or without any.
 
-        on_share hears what share of the task has just been run.
+        on_share hears what share of the task has just been run, on_hits which items were right.
         """
         if limit is not None and limit < 1:
             raise AllocMoEError(f"limit must be 1 or more, not {limit}")
@@ -248,6 +280,7 @@ class TaskRunner:
                 activity=controller.activity,
                 limit=limit,
                 note=note,
+                on_hits=on_hits,
             )
 
 

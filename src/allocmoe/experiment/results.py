@@ -10,9 +10,11 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
+
+import numpy as np
 
 from allocmoe.artifacts import (
     Analysis,
@@ -35,10 +37,15 @@ _NORMAL = 1.96
 
 @dataclass(frozen=True)
 class Value:
-    """A measured number. samples: one a seed. stderr: what the choice of items leaves open."""
+    """A measured number. samples: one a seed. stderr: what the choice of items leaves open.
+
+    items: what every item adds to it, by task, as far as that is known: the number is the sum of
+    the tasks' means.
+    """
 
     samples: tuple[float, ...]
     stderr: float | None = None
+    items: Mapping[str, np.ndarray] = field(default_factory=dict, compare=False)
 
     @property
     def mean(self) -> float:
@@ -101,7 +108,12 @@ def mean_value(values: Sequence[Value | None], *, same_items: bool = False) -> V
     stderr = None
     if len(errors) == len(known):
         stderr = statistics.fmean(errors) if same_items else math.hypot(*errors) / len(errors)
-    return Value(tuple(map(statistics.fmean, zip(*rows, strict=True))), stderr)
+    items: dict[str, np.ndarray] = {}
+    if all(value.items for value in known):
+        for value in known:
+            for task, found in value.items.items():
+                items[task] = items.get(task, 0.0) + found / len(known)
+    return Value(tuple(map(statistics.fmean, zip(*rows, strict=True))), stderr, items)
 
 
 def _noise(one: Value, other: Value) -> float | None:
@@ -112,8 +124,15 @@ def _noise(one: Value, other: Value) -> float | None:
         gaps = [a - b for a, b in zip(one.samples, other.samples, strict=True)]
         factor = _STUDENT[num_seeds - 2] if num_seeds - 2 < len(_STUDENT) else _NORMAL
         parts.append(factor * statistics.stdev(gaps) / math.sqrt(num_seeds))
-    if one.stderr is not None and other.stderr is not None:
-        # as if the items were others: wider than it need be, as they are the same
+    if one.items and other.items:
+        # a task that only one of them has counts by itself
+        each = [
+            one.items.get(task, np.zeros(1)) - other.items.get(task, np.zeros(1))
+            for task in {**one.items, **other.items}
+        ]
+        parts.append(_NORMAL * math.sqrt(sum(float(gaps.var()) / len(gaps) for gaps in each)))
+    elif one.stderr is not None and other.stderr is not None:
+        # as if the items were others: wider than it need be
         parts.append(_NORMAL * math.hypot(one.stderr, other.stderr))
     return math.hypot(*parts) if parts else None
 
@@ -180,18 +199,17 @@ class Results:
     def score(self, task: TaskSettings, plan: PlanName | None) -> Value | None:
         """In percent. A plan that depends on no text has the same score for every seed."""
         names = [plan] if plan is None else self._by_seed(plan)
-        scores = []
+        values = []
         for name in names:
             found = self.found.get(Cell("task", plan=name, task=task.task).id)
-            score = None if found is None else _main_score(found, task.metric)
-            if score is None or score.value is None:
+            value = None if found is None else _main_score(found, task)
+            if value is None:
                 return None
-            scores.append(score)
-        stderr = scores[0].stderr
-        return Value(
-            tuple(100 * (score.value or 0.0) for score in scores),
-            None if stderr is None else 100 * stderr,
-        )
+            values.append(value)
+        items = {}
+        if all(value.items for value in values):
+            items[task.task] = np.mean([value.items[task.task] for value in values], axis=0)
+        return Value(tuple(value.mean for value in values), values[0].stderr, items)
 
     def num_items(self, task: TaskSettings) -> int | None:
         found = self.found.get(Cell("task", plan=None, task=task.task).id)
@@ -278,8 +296,17 @@ class Results:
         return next((row for row in rows if row.name == plan.label), None)
 
 
-def _main_score(found: Any, metric: str) -> Score | None:
-    """The metric itself, or under whatever filter the task lists first."""
-    scores = {name: decode(Score, value, name) for name, value in found["scores"].items()}
-    names = [name for name in scores if name.partition(",")[0] == metric]
-    return scores[names[0]] if names else None
+def _main_score(found: Any, task: TaskSettings) -> Value | None:
+    """The task's metric in percent, itself or under whatever filter is listed first."""
+    names = [name for name in found["scores"] if name.partition(",")[0] == task.metric]
+    if not names:
+        return None
+    score = decode(Score, found["scores"][names[0]], names[0])
+    if score.value is None:
+        return None
+    hits = found.get("hits", {}).get(names[0])
+    return Value(
+        (100 * score.value,),
+        None if score.stderr is None else 100 * score.stderr,
+        {task.task: 100.0 * (np.frombuffer(hits.encode(), np.uint8) - ord("0"))} if hits else {},
+    )

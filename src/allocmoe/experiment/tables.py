@@ -421,4 +421,5 @@ def _gain(ours: Value | None, uniform: Value | None) -> Value | None:
     stderr = None
     if ours.stderr is not None and uniform.stderr is not None:
         stderr = math.hypot(ours.stderr, uniform.stderr)
-    return Value((ours.mean - uniform.mean,), stderr)
+    items = {task: ours.items[task] - found for task, found in uniform.items.items() if ours.items}
+    return Value((ours.mean - uniform.mean,), stderr, items)

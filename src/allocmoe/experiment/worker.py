@@ -22,7 +22,7 @@ from allocmoe.codec import encode
 from allocmoe.errors import AllocMoEError
 from allocmoe.evaluation.analysis import analyze
 from allocmoe.evaluation.quality import UNMODIFIED, evaluate
-from allocmoe.evaluation.tasks import TaskRunner, Tasks, load_tasks
+from allocmoe.evaluation.tasks import Hits, TaskRunner, Tasks, load_tasks
 from allocmoe.experiment.grid import Cell
 from allocmoe.experiment.settings import Settings, TextSettings
 from allocmoe.experiment.task_files import prepare_tasks
@@ -233,6 +233,7 @@ class Worker:
         plans = _plans(inputs)
         plan = next(iter(plans.values()), None)
         settings = self.job.settings.tasks
+        hits: Hits = {}
         with self.progress.bar(cell.id, 1) as bar:
             result = self._runner.run(
                 cell.task,
@@ -241,8 +242,9 @@ class Worker:
                 limit=settings.limit or None,
                 on_share=bar.advance,
                 note=self.progress.note if plan is None else lambda line: None,
+                on_hits=hits.update,
             )
-        return {"plan": next(iter(plans), UNMODIFIED), **encode(result)}
+        return {"plan": next(iter(plans), UNMODIFIED), **encode(result), "hits": hits}
 
     @cached_property
     def _runner(self) -> TaskRunner:
