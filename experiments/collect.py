@@ -2,8 +2,8 @@
 
     python experiments/collect.py small-olmoe small-qwen2-moe -o experiments/results
 
-For every folder, `results.json` (claims and tables) and `cells.jsonl` (one line a cell, with its
-provenance). The tables on stdout are Markdown.
+For every folder, `results.json` (claims and tables), the same as `results.md` without the figures,
+and `cells.jsonl` (one line a cell, with its provenance). The tables on stdout are Markdown.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ def read(path: Path) -> Any:
 def pack(folder: Path, output: Path) -> None:
     output.mkdir(parents=True, exist_ok=True)
     (output / "results.json").write_text((folder / "results.json").read_text())
+    page = (folder / "results.md").read_text(encoding="utf-8")
+    (output / "results.md").write_text(page.partition("\n## Figures")[0] + "\n", encoding="utf-8")
     cells = [read(path) for path in sorted((folder / "cells").glob("*.json"))]
     lines = [json.dumps(cell, separators=(",", ":"), ensure_ascii=False) for cell in cells]
     (output / "cells.jsonl").write_text("\n".join(lines) + "\n")
