@@ -3,13 +3,14 @@
     python experiments/collect.py small-olmoe small-qwen2-moe -o experiments/results
 
 For every folder, `results.json` (claims and tables), the same as `results.md` without the figures,
-and `cells.jsonl` (one line a cell, with its provenance). The tables on stdout are Markdown.
+and `cells.jsonl.xz` (one line a cell, with its provenance). The tables on stdout are Markdown.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import lzma
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,8 @@ def pack(folder: Path, output: Path) -> None:
     (output / "results.md").write_text(page.partition("\n## Figures")[0] + "\n", encoding="utf-8")
     cells = [read(path) for path in sorted((folder / "cells").glob("*.json"))]
     lines = [json.dumps(cell, separators=(",", ":"), ensure_ascii=False) for cell in cells]
-    (output / "cells.jsonl").write_text("\n".join(lines) + "\n")
+    packed = lzma.compress("".join(line + "\n" for line in lines).encode(), preset=9)
+    (output / "cells.jsonl.xz").write_bytes(packed)
 
 
 def claims(results: dict[str, Any]) -> list[str]:

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import lzma
 import statistics
 from pathlib import Path
 from typing import Any
 
 from allocmoe.artifacts import Plan, Sensitivity
-from allocmoe.experiment.settings import load_settings
+from allocmoe.experiment.grid import Cell, PlanName
+from allocmoe.experiment.settings import Settings, load_settings
 
 
 def parse() -> argparse.Namespace:
@@ -28,8 +30,8 @@ def parse() -> argparse.Namespace:
 
 
 def read_cells(folder: Path) -> dict[str, Any]:
-    lines = (folder / "cells.jsonl").read_text(encoding="utf-8").splitlines()
-    return {cell["cell"]: cell["result"] for cell in map(json.loads, lines)}
+    with lzma.open(folder / "cells.jsonl.xz", "rt", encoding="utf-8") as file:
+        return {cell["cell"]: cell["result"] for cell in map(json.loads, file)}
 
 
 def foretold(sensitivity: Sensitivity, plan: Plan) -> float:
@@ -40,49 +42,51 @@ def foretold(sensitivity: Sensitivity, plan: Plan) -> float:
     )
 
 
-def table(folder: Path, texts: list[str]) -> list[str]:
+def table(folder: Path, settings: Settings) -> list[str]:
     cells = read_cells(folder)
+    texts = [text.name for text in settings.calibration.texts]
     profiles = {
-        name.removeprefix("profile-"): Sensitivity.from_json(found, name)
-        for name, found in cells.items()
-        if name.startswith("profile-") and "-c" not in name
+        (text, seed): Sensitivity.from_json(cells[name], name)
+        for text in range(len(texts))
+        for seed in range(settings.seeds)
+        if (name := Cell("profile", text=text, seed=seed).id) in cells
     }
-    full = sum(next(iter(profiles.values())).model.k_orig)
-    plans: dict[str, list[tuple[str, Plan]]] = {"uniform": []}
-    for name, found in cells.items():
-        if name.startswith(("plan-alloc-l@", "plan-uniform@")) and "-c" not in name:
-            method, _, rest = name.removeprefix("plan-").partition("@")
-            budget, *marks = rest.split("-")
-            if 2 * int(budget) == full:
-                text = next((int(m[1:]) for m in marks if m[0] == "t"), 0)
-                seed = next((int(m[1:]) for m in marks if m[0] == "s"), 0)
-                row = "uniform" if method == "uniform" else f"alloc-l, {texts[text]}"
-                made_on = "" if method == "uniform" else f"t{text}-s{seed}"
-                plans.setdefault(row, []).append((made_on, Plan.from_json(found, name)))
+    full = sum(profiles[0, 0].model.k_orig)
+
+    def plan(name: PlanName) -> Plan:
+        return Plan.from_json(cells[Cell("plan", plan=name).id], name.label)
+
+    # by the profile that they come of
+    rows: dict[str, dict[tuple[int, int] | None, Plan]] = {
+        "uniform": {None: plan(PlanName("uniform", full // 2))}
+    }
+    for text, seed in profiles:
+        made = rows.setdefault(f"alloc-l, {texts[text]}", {})
+        made[text, seed] = plan(PlanName("alloc-l", full // 2, seed, text))
     lines = [
         f"{folder.name}, {full // 2} of {full}",
         "",
         "| plan | " + " | ".join(f"by {text}" for text in texts) + " |",
         "|---|" + "---:|" * len(texts),
     ]
-    for row, made in plans.items():
+    for label, plans in rows.items():
         numbers = []
-        for index in range(len(texts)):
+        for text in range(len(texts)):
             found = [
-                foretold(profile, plan)
-                for made_on, plan in made
-                for name, profile in profiles.items()
-                if name.startswith(f"t{index}-") and name != made_on
+                foretold(profile, made)
+                for source, made in plans.items()
+                for judge, profile in profiles.items()
+                if judge[0] == text and judge != source
             ]
             numbers.append(f"{statistics.fmean(found):+.4f}" if found else "-")
-        lines.append(f"| {row} | " + " | ".join(numbers) + " |")
+        lines.append(f"| {label} | " + " | ".join(numbers) + " |")
     return lines
 
 
 def main() -> None:
     args = parse()
-    texts = [text.name for text in load_settings(args.experiment).calibration.texts]
-    print("\n\n".join("\n".join(table(folder, texts)) for folder in args.folders))
+    settings = load_settings(args.experiment)
+    print("\n\n".join("\n".join(table(folder, settings)) for folder in args.folders))
 
 
 if __name__ == "__main__":

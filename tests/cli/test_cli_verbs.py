@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 
 from allocmoe.artifacts import Evaluation, Plan, Sensitivity, load_artifact
 from allocmoe.cli.main import VERBS, make_parser
-from allocmoe.cli.profile import foreign_lines
 from allocmoe.planning.methods import METHODS, NEEDS_SENSITIVITY, NEEDS_WEIGHTS
 from tiny import tiny
 
@@ -94,13 +93,20 @@ class TestProfile:
             assert row[-1] == pytest.approx(deeper[0], rel=1e-12)
         assert measured.perplexity[-1][-1] == pytest.approx(measured.base_perplexity, rel=1e-12)
 
-    def test_tells_of_a_text_that_rewards_cutting(self, profiled: tuple[Path, Ran]) -> None:
-        written = Sensitivity.load(profiled[0])
+    def test_tells_of_a_text_that_rewards_cutting(
+        self, sensitivity: Path, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        written = Sensitivity.load(sensitivity)
         rising = tuple(tuple(sorted(row, reverse=True)) for row in written.perplexity)
-        assert foreign_lines(replace(written, perplexity=rising)) == []
         last = (0.99 * rising[-1][-1], *rising[-1][1:])
-        (line,) = foreign_lines(replace(written, perplexity=(*rising[:-1], last)))
-        assert "in MoE layers 3 (-1.0%): it may be foreign" in line
+        for rows, told in ((rising, False), ((*rising[:-1], last), True)):
+            made = replace(written, perplexity=rows)
+            monkeypatch.setattr(
+                "allocmoe.profiling.profile.profile", lambda *a, made=made, **k: made
+            )
+            ran = succeed("profile", model, *SMALL, "-o", tmp_path / "s.json")
+            said = " ".join(ran.err.split())
+            assert ("in MoE layers 3 (-1.0%): it may be foreign to the model" in said) == told
 
     def test_other_contexts_token_rule_grid_and_text(
         self, model: Path, text_file: Path, tmp_path: Path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import lzma
 import subprocess
 import sys
 from pathlib import Path
@@ -38,8 +39,8 @@ def test_packing_keeps_every_cell_and_its_numbers(tmp_path: Path) -> None:
     (folder / "results.md").write_text("# One\n\ntables\n\n## Figures\n\n![a](figures/a.svg)\n")
     assert "one: 1 cells are not finished" in run("collect.py", folder, "-o", tmp_path / "packed")
     packed = tmp_path / "packed" / "one"
-    lines = (packed / "cells.jsonl").read_text(encoding="utf-8").splitlines()
-    assert [json.loads(line) for line in lines] == cells
+    with lzma.open(packed / "cells.jsonl.xz", "rt", encoding="utf-8") as file:
+        assert [json.loads(line) for line in file] == cells
     assert (packed / "results.md").read_text() == "# One\n\ntables\n\n"
     assert json.loads((packed / "results.json").read_text())["finished"] == 2
 

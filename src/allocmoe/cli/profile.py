@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from allocmoe.cli import common
-
-if TYPE_CHECKING:
-    from allocmoe.artifacts import Sensitivity
 
 NAME = "profile"
 HELP = "measure how sensitive each MoE layer is to its number of activations"
@@ -48,14 +45,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-# of the perplexity; profiles on text that a model knows stay well below it
-TELLING_FALL = 0.003
-
-
 def run(args: argparse.Namespace) -> None:
     from allocmoe.artifacts import TokenRule
     from allocmoe.cli.tables import sensitivity_table
-    from allocmoe.profiling.profile import profile
+    from allocmoe.profiling.profile import better_cut, profile
     from allocmoe.profiling.ranks import torchrun_ranks
     from allocmoe.progress import Progress
 
@@ -88,23 +81,14 @@ def run(args: argparse.Namespace) -> None:
     if not chief:
         return
     common.console.print(sensitivity_table(result))
-    for line in foreign_lines(result):
-        common.console.print(f"note: {line}", style="yellow")
+    if falls := better_cut(result):
+        named = ", ".join(f"{layer} ({fall:+.1%})" for layer, fall in falls.items())
+        common.console.print(
+            f"note: fewer experts lower the perplexity of this text in MoE layers {named}: it may "
+            "be foreign to the model, and a plan from it bad for other text. Calibrate on text "
+            "like what you serve, or let `allocmoe optimize` measure",
+            style="yellow",
+        )
     common.console.print(f"saved in {args.output}")
     if args.json:
         common.print_json(result.to_json())
-
-
-def foreign_lines(sensitivity: Sensitivity) -> list[str]:
-    """Layers that are better off with fewer experts: Alloc-L would cut them, to the cost of other
-    text."""
-    lowest = {layer: min(row) for layer, row in enumerate(sensitivity.cost("relative"))}
-    falls = {layer: fall for layer, fall in lowest.items() if fall < -TELLING_FALL}
-    if not falls:
-        return []
-    named = ", ".join(f"{layer} ({fall:+.1%})" for layer, fall in falls.items())
-    return [
-        f"fewer experts lower the perplexity of this text in MoE layers {named}: it may be foreign "
-        "to the model, and a plan from it bad for other text. Calibrate on text like what you "
-        "serve, or let `allocmoe optimize` measure"
-    ]

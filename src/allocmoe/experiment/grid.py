@@ -1,6 +1,6 @@
 """The cells of an experiment: the smallest steps that are run, kept and resumed.
 
-    profile   the sensitivity on one calibration text
+    profile   the sensitivity on one calibration text, in one context
     plan      one method at one budget
     text      all plans of one budget on one text
     task      one plan on one task

@@ -224,15 +224,13 @@ def calibration_plans(results: Results) -> dict[str, list[PlanName]]:
 
 
 def context_plans(results: Results) -> dict[str, list[PlanName]]:
-    """Uniform, and what comes of every context; nothing if there is but one."""
+    """What comes of every context; nothing if there is but one."""
     contexts = results.settings.calibration.contexts
-    if len(contexts) < 2:
-        return {}
-    found = {"uniform": [PlanName("uniform", budget) for budget in results.grid.budgets]}
+    found: dict[str, list[PlanName]] = {}
     for plan in results.grid.plans:
         if plan.method in NEEDS_SENSITIVITY and plan.seed == plan.text == 0:
             found.setdefault(f"{plan.method}, {contexts[plan.context]}", []).append(plan)
-    return found
+    return found if len(contexts) > 1 else {}
 
 
 def swept(results: Results) -> list[tuple[str, Measure]]:
@@ -254,6 +252,10 @@ def _with_parts(
 
 def _sweeps(results: Results) -> Iterator[Table]:
     published = results.model.published
+    contexts = context_plans(results)
+    if contexts:
+        uniform = [PlanName("uniform", budget) for budget in results.grid.budgets]
+        contexts = {"uniform": uniform, **contexts}
     for key, title, label, plans, printed in (
         (
             "k-base",
@@ -273,7 +275,7 @@ def _sweeps(results: Results) -> Iterator[Table]:
             "context",
             "What the other layers do while one is profiled",
             "method, context",
-            context_plans(results),
+            contexts,
             {},
         ),
     ):

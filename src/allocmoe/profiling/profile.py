@@ -28,6 +28,9 @@ from allocmoe.runtime.loss import num_predictions, overflow_hint, perplexity
 from allocmoe.solver import parse_budget, uniform, uniform_mean
 from allocmoe.text import Text
 
+# of a perplexity, relative; on text that a model knows no layer's falls that far
+_CLEAR_FALL = 0.003
+
 PARTIAL_KIND: Literal["allocmoe.profile-in-progress"] = "allocmoe.profile-in-progress"
 
 
@@ -140,6 +143,15 @@ def grid(
     if token.rule == "none" and any(k != int(k) for k in ks):
         raise AllocMoEError(f"without a token rule the grid of k must be whole: {list(ks)}")
     return tuple(tuple(sorted({float(k) for k in ks if k < own} | {float(own)})) for own in k_orig)
+
+
+def better_cut(sensitivity: Sensitivity) -> dict[int, float]:
+    """Layers in which fewer experts clearly lower the perplexity, and its relative change.
+
+    Alloc-L would cut them, to the cost of text that the model knows better than this one.
+    """
+    lowest = {layer: min(row) for layer, row in enumerate(sensitivity.cost("relative"))}
+    return {layer: change for layer, change in lowest.items() if change < -_CLEAR_FALL}
 
 
 def existing_profile(

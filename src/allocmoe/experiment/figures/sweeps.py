@@ -97,10 +97,8 @@ def calibration(results: Results) -> Iterator[Plot]:
 
 
 def contexts(results: Results) -> Iterator[Plot]:
-    plans = context_plans(results)
-    plans.pop("uniform", None)
     title = "What the other layers do while one is profiled"
-    yield from _over_uniform(results, "context", title, plans)
+    yield from _over_uniform(results, "context", title, context_plans(results))
 
 
 def _over_uniform(
