@@ -14,6 +14,10 @@ import lzma
 from pathlib import Path
 from typing import Any
 
+from allocmoe.codec import decode
+from allocmoe.experiment.tables import Table
+from allocmoe.experiment.write import markdown
+
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -60,21 +64,16 @@ def claims(results: dict[str, Any]) -> list[str]:
         for claim in result["claims"]:
             cell = f"**{claim['verdict']}**: {claim['here']}" if claim["here"] else claim["verdict"]
             rows.setdefault((claim["name"], claim["by"]), {})[name] = cell
-    lines = [row("claim", "by", *results), "|" + "---|" * (len(results) + 2)]
-    return lines + [row(*key, *(cells.get(n, "") for n in results)) for key, cells in rows.items()]
+    cells = [(*key, *(found.get(name, "") for name in results)) for key, found in rows.items()]
+    return markdown(Table("claims", "", ("claim", "by", *results), tuple(cells)))
 
 
 def table(name: str, result: Any, key: str) -> list[str]:
     found = [t for t in result["tables"] if t["key"] == key]
     if not found:
         return [f"{name}: no table {key}"]
-    (shown,) = found
-    head = [f"{name}, {shown['title']}", "", row(*shown["columns"])]
-    return [*head, "|" + "---|" * len(shown["columns"]), *(row(*cells) for cells in shown["rows"])]
-
-
-def row(*cells: str) -> str:
-    return "| " + " | ".join(cells) + " |"
+    shown = decode(Table, found[0], key)
+    return [f"{name}, {shown.title}", "", *markdown(shown)]
 
 
 if __name__ == "__main__":

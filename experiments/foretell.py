@@ -20,6 +20,8 @@ from typing import Any
 from allocmoe.artifacts import Plan, Sensitivity
 from allocmoe.experiment.grid import Cell, PlanName
 from allocmoe.experiment.settings import Settings, load_settings
+from allocmoe.experiment.tables import Table
+from allocmoe.experiment.write import markdown
 
 
 def parse() -> argparse.Namespace:
@@ -63,12 +65,7 @@ def table(folder: Path, settings: Settings) -> list[str]:
     for text, seed in profiles:
         made = rows.setdefault(f"alloc-l, {texts[text]}", {})
         made[text, seed] = plan(PlanName("alloc-l", full // 2, seed, text))
-    lines = [
-        f"{folder.name}, {full // 2} of {full}",
-        "",
-        "| plan | " + " | ".join(f"by {text}" for text in texts) + " |",
-        "|---|" + "---:|" * len(texts),
-    ]
+    shown = []
     for label, plans in rows.items():
         numbers = []
         for text in range(len(texts)):
@@ -79,8 +76,10 @@ def table(folder: Path, settings: Settings) -> list[str]:
                 if judge[0] == text and judge != source
             ]
             numbers.append(f"{statistics.fmean(found):+.4f}" if found else "-")
-        lines.append(f"| {label} | " + " | ".join(numbers) + " |")
-    return lines
+        shown.append((label, *numbers))
+    columns = ("plan", *(f"by {text}" for text in texts))
+    title = f"{folder.name}, {full // 2} of {full}"
+    return [title, "", *markdown(Table("foretold", title, columns, tuple(shown)))]
 
 
 def main() -> None:

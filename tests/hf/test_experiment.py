@@ -105,6 +105,15 @@ def test_every_cell_comes_after_what_it_needs() -> None:
     assert counts["analysis"] == 3
     assert counts["speed"] == 1
     assert {plan.method for plan in plans_of(grid.plans, 2)} == {*settings.methods}
+    both = replace(settings.calibration, contexts=("paper", "single"))
+    wider = make_grid(
+        replace(settings, calibration=both), settings.model("olmoe"), info_of(16, 8, 64), tasks
+    ).counts()
+    # the two methods that need a profile, for every seed
+    assert wider["profile"] == counts["profile"] + 3
+    assert wider["plan"] == counts["plan"] + 4 * 3 * 2
+    # tasks are run under seed 0 alone
+    assert wider["task"] == counts["task"] + 21 * 4 * 2
     small = grid.only(["profile"])
     assert {cell.kind for cell in small.cells} == {"profile"}
     assert {cell.kind for cell in grid.only(["text"]).cells} == {"profile", "plan", "text"}
@@ -227,6 +236,12 @@ def test_a_wrong_file_is_refused(tmp_path: Path) -> None:
     path = write_experiment(tmp_path, scope='"bath"')
     with pytest.raises(AllocMoEError, match=r"tiny.toml: scope: 'bath' is not one of"):
         load_settings(str(path))
+    for contexts, line in (
+        ("[]", "one or more, each once"),
+        ('["around"]', "take paper or single"),
+    ):
+        with pytest.raises(AllocMoEError, match=line):
+            load_settings(str(write_experiment(tmp_path, contexts=contexts)))
     path.write_text("title = ")
     with pytest.raises(AllocMoEError, match=r"tiny\.toml: "):
         load_settings(str(path))
