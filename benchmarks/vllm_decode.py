@@ -1,5 +1,8 @@
 """Plans inside vLLM: prefill and decode against stock vLLM, each in an engine of its own.
 
+A group of engines stands on the GPU at once and is timed in turns, round by round: what disturbs
+the machine meets all of them. Compare inside a group.
+
     python benchmarks/vllm_decode.py -o benchmarks/results/vllm_deepseek_v2_lite_h200.json
     python benchmarks/vllm_decode.py --layers 3 --batch 2 --runs 1 --warmups 0 --eager    # smoke
 
@@ -12,6 +15,7 @@ set for the scores that such a random router gives.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import faulthandler
 import json
 import os
@@ -41,12 +45,12 @@ from allocmoe.planning.methods import make_plan
 SHAPE = "deepseek-v2-lite"
 ROUTER_STD = 0.02
 READY, RESULT = "READY", "RESULT "
-ENTRIES = ("original", "uniform, stock", "layers", "alloc-t/batch", "alloc-t/threshold")
+GROUPS = "original,uniform,layers/uniform,alloc-t batch,alloc-t threshold"
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--entries", default=",".join(ENTRIES).replace(", ", ";"))
+    parser.add_argument("--groups", default=GROUPS, help="about 40 GiB for an entry of a group")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--prompt", type=int, default=32)
@@ -55,14 +59,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--warmups", type=int, default=5)
     parser.add_argument("--runs", type=int, default=10)
     parser.add_argument("--capture", default="1,2,4,8,16,32,64,128,256", help="CUDA graph sizes")
-    parser.add_argument("--timeout", type=float, default=300, help="seconds for an engine")
-    parser.add_argument(
-        "--side-by-side",
-        type=int,
-        default=1,
-        metavar="N",
-        help="engines that start at once; they are timed one after the other (about 40 GiB each)",
-    )
+    parser.add_argument("--timeout", type=float, default=300, help="seconds for a group")
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("-o", "--output", type=Path)
     parser.add_argument("--entry", help=argparse.SUPPRESS)
@@ -75,7 +72,7 @@ def half(entry: str, layers: int | None) -> Plan:
     if entry == "layers":
         return make_plan("descending", "50%", model=skeleton)
     plan = make_plan("alloc-t", "50%", model=skeleton)
-    if entry == "alloc-t/batch":
+    if entry == "alloc-t batch":
         return plan
     info = inspect_model(skeleton).info
     hidden = SHAPES[SHAPE][1]["hidden_size"]
@@ -137,7 +134,7 @@ def run_entry(args: argparse.Namespace) -> dict[str, Any]:
         seed=0,
     )
     plan = None
-    if args.entry == "uniform, stock":
+    if args.entry == "uniform":
         options["hf_overrides"] = {"num_experts_per_tok": settings["num_experts_per_tok"] // 2}
     elif args.entry != "original":
         plan = half(args.entry, args.layers)
@@ -150,9 +147,6 @@ def run_entry(args: argparse.Namespace) -> dict[str, Any]:
     if plan is not None:
         # the dummy steps of the start do not count
         llm.collective_rpc("allocmoe_reset")
-
-    print(READY, flush=True)
-    sys.stdin.readline()  # until it is this engine's turn
 
     def prompts(length: int) -> list[dict[str, list[int]]]:
         draw = random.Random(1)
@@ -172,8 +166,10 @@ def run_entry(args: argparse.Namespace) -> dict[str, Any]:
 
     times: dict[str, list[float]] = {"prefill_ms": [], "decode_ms": [], "long_prefill_ms": []}
     for number in range(args.warmups + args.runs):
+        print(READY, flush=True)
+        sys.stdin.readline()  # until it is this engine's turn
         # short, and at the mercy of the processor
-        first = statistics.median(seconds(args.prompt, 1) for _ in range(5))
+        first = statistics.median(seconds(args.prompt, 1) for _ in range(10))
         whole = seconds(args.prompt, args.decode + 1)
         long = seconds(args.long_prompt, 1)
         if number >= args.warmups:
@@ -235,7 +231,7 @@ class Engine:
     def __init__(self, entry: str) -> None:
         self.entry, self.lines = entry, list[str]()
         self.process = start(entry)
-        self.ready = threading.Event()
+        self.ready = threading.Semaphore(0)
         self.reader = threading.Thread(target=self._read, daemon=True)
         self.reader.start()
 
@@ -244,18 +240,34 @@ class Engine:
         for line in self.process.stdout:
             self.lines.append(line)
             if line.startswith(READY):
-                self.ready.set()
-        self.ready.set()  # it ended, or never gets there
+                self.ready.release()
+        self.ready.release()  # it ended
 
-    def measure(self) -> dict[str, Any] | None:
-        """What it timed; None if it failed."""
-        if self.process.poll() is None and self.process.stdin is not None:
+    def play(self) -> None:
+        """One round, if it lives."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
             self.process.stdin.write("go\n")
             self.process.stdin.flush()
+        self.ready.acquire()
+
+    def result(self) -> dict[str, Any] | None:
+        """What it timed; None if it failed."""
         self.process.wait()
         self.reader.join()
         found = [line for line in self.lines if line.startswith(RESULT)]
         return json.loads(found[-1].removeprefix(RESULT)) if found else None
+
+
+def measure(engines: list[Engine], rounds: int) -> None:
+    for engine in engines:
+        engine.ready.acquire()
+    for number in range(rounds):
+        # who comes first changes, lest one always follows the same
+        turn = number % len(engines)
+        for engine in engines[turn:] + engines[:turn]:
+            if engine.process.poll() is None:
+                engine.play()
 
 
 def main() -> None:
@@ -263,31 +275,29 @@ def main() -> None:
     if args.entry:
         be_entry(args)
     rows, failed = [], []
-    entries = [entry.replace(";", ", ") for entry in args.entries.split(",")]
-    for first in range(0, len(entries), args.side_by_side):
-        engines = [Engine(entry) for entry in entries[first : first + args.side_by_side]]
+    for number, group in enumerate(args.groups.split("/")):
+        engines = [Engine(entry) for entry in group.split(",")]
+        measure(engines, args.warmups + args.runs)
         for engine in engines:
-            engine.ready.wait()
-        for engine in engines:
-            row = engine.measure()
+            row = engine.result()
             if row is None:
                 # the entries before and after it are worth having
                 print(f"{engine.entry} failed:", *engine.lines[-80:], file=sys.stderr, flush=True)
                 failed.append(engine.entry)
                 continue
-            rows.append(row)
-            print(json.dumps(row), flush=True)
-            result = {
-                "benchmark": "vllm_decode",
-                "shape": SHAPE,
-                "settings": {k: v for k, v in vars(args).items() if k not in ("entry", "output")},
-                "rows": rows,
-                "failed": failed,
-                "vllm": version("vllm"),
-                **provenance(),
-            }
-            if args.output:
-                write_json(args.output, result)
+            rows.append({"group": number, **row})
+            print(json.dumps(rows[-1]), flush=True)
+        result = {
+            "benchmark": "vllm_decode",
+            "shape": SHAPE,
+            "settings": {k: v for k, v in vars(args).items() if k not in ("entry", "output")},
+            "rows": rows,
+            "failed": failed,
+            "vllm": version("vllm"),
+            **provenance(),
+        }
+        if args.output:
+            write_json(args.output, result)
     if failed:
         raise SystemExit(f"failed: {', '.join(failed)}")
 
