@@ -102,6 +102,9 @@ def test_removal_leaves_no_kernel_behind(model: Any) -> None:
 
 @pytest.mark.parametrize("token", [None, TokenRule(), TokenRule("alloc-t", "batch")])
 def test_torch_compile_finds_no_break(model: Any, token: TokenRule | None) -> None:
+    # for sdpa, some versions of transformers write the causal mask out where they are compiled: on
+    # CUDA that is another attention kernel, with other bits
+    model.set_attn_implementation("eager")
     assert use_kernel(model)
     moe = inspect_model(model)
     torch._dynamo.reset()
