@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
+
+import triton
 
 from allocmoe import routing
 from allocmoe.artifacts import TokenRule
