@@ -139,6 +139,11 @@ def test_a_method_and_a_file_of_one_name(model: Path, plan: Path, tmp_path: Path
 def test_tune_says_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "CUDA device" in fail("tune", "--shape", "olmoe", "--device", "cpu")
     assert "give a MODEL or a --shape" in fail("tune")
+    shape = ("tune", "--shape", "olmoe", "--device", "cpu")
+    assert "cannot be written" in fail(*shape, "-o", "/dev/null/blocks.json")
+    assert "from 1 on" in fail(*shape, "--tokens=-4")
+    assert "from 1 on" in fail("bench", "--shape", "olmoe", "--prompt", "1e300")
+    assert "from 0 on" in fail("bench", "--shape", "olmoe", "--seed", "9" * 23)
     kept = tmp_path / "blocks.json"
     kept.write_text("{}")
     monkeypatch.setenv("ALLOCMOE_BLOCKS", str(kept))

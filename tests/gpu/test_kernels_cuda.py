@@ -13,7 +13,8 @@ from allocmoe import routing
 from allocmoe.artifacts import TokenRule
 from allocmoe.models import inspect_model
 from allocmoe.runtime.hf import Controller, use_kernel
-from allocmoe.runtime.kernel import KERNEL, attach_kernel
+from allocmoe.runtime.kernel import KERNEL, find_kernel
+from allocmoe.runtime.step import Step
 from no_waiting import no_waiting
 from tiny import tiny
 
@@ -33,7 +34,7 @@ def experts() -> Any:
     module.gate_up_proj = torch.nn.Parameter(torch.randn(24, 1400, 1000).bfloat16().cuda() * 0.03)
     module.down_proj = torch.nn.Parameter(torch.randn(24, 1000, 700).bfloat16().cuda() * 0.03)
     module.requires_grad_(False)
-    assert attach_kernel(module)
+    module.__dict__[KERNEL] = find_kernel(module)
     return module
 
 
@@ -65,7 +66,7 @@ def test_against_float64_and_the_same_twice(experts: Any, T: int) -> None:
 
 @pytest.mark.parametrize("T", [8, 300])
 def test_a_graph_follows_its_inputs(experts: Any, T: int) -> None:
-    """Captured once, replayed with another routing, other inputs and another budget."""
+    """Captured once, replayed with another routing and other inputs."""
     kernel = experts.__dict__[KERNEL]
     hidden = torch.randn(T, 1000, device="cuda").bfloat16()
     index, weights = route(T, 5, 24)
@@ -80,6 +81,23 @@ def test_a_graph_follows_its_inputs(experts: Any, T: int) -> None:
         weights.copy_(new_weights)
         graph.replay()
         assert torch.equal(out, kernel.run(experts, hidden, index, weights))
+
+
+def test_a_graph_follows_other_budgets() -> None:
+    model = tiny("olmoe").to("cuda", torch.bfloat16)
+    moe = inspect_model(model)
+    layer, hidden = model.model.layers[0].mlp, torch.randn(2, 21, 32, device="cuda").bfloat16()
+    with torch.no_grad(), Controller(moe, TokenRule("alloc-t", "batch"), count=False) as controller:
+        controller.begin_step(Step(1))
+        controller.set_budgets([1.5] * len(moe.layers))
+        layer(hidden)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = layer(hidden)
+        for budget in (1.5, 2.25, 3.5, 1.0):
+            controller.set_budgets([budget] * len(moe.layers))
+            graph.replay()
+            assert torch.equal(out, layer(hidden))
 
 
 @pytest.mark.parametrize("scope", ["batch", "sequence", "threshold"])

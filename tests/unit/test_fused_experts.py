@@ -174,6 +174,37 @@ def test_activations(function: str) -> None:
         assert error < 2e-3
 
 
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("limit", [float("inf"), 7.0])
+def test_what_is_not_a_number_stays_so(function: str, limit: float) -> None:
+    """An overflow must not come out as a plausible number."""
+    layout = launch.Layout(Activation(function, True, limit), interleaved=False, transposed=False)
+    up, down = (torch.randn(4, 32, k, device=DEVICE).half() / 4 for k in (32, 16))
+    hidden = torch.randn(20, 32, device=DEVICE).half()
+    hidden[3, 5] = float("nan")
+    index, weights = routing(20, 4, 2)
+    out = launch_experts(
+        hidden, index, weights, launch.Weights(up, down, None, None), layout, BLOCKS[0]
+    )
+    assert out[3].isnan().all()
+    assert int(out.isnan().any(1).sum()) == 1
+
+
+def test_weights_and_biases_may_lie_anyhow() -> None:
+    """A slice of larger ones, in a kernel that would rather copy in bulk."""
+    torch.manual_seed(0)
+    layout = launch.Layout(Activation("silu"), interleaved=False, transposed=False)
+    shapes = [(4, 32, 32), (4, 32, 16), (4, 32), (4, 32)]
+    whole = [(torch.randn(4, 2 * shape[1], *shape[2:]) / 4).half().to(DEVICE) for shape in shapes]
+    sliced = [w[:, : shape[1]] for w, shape in zip(whole, shapes, strict=True)]
+    hidden = torch.randn(20, 32, device=DEVICE).half()
+    out, expected = (
+        launch_experts(hidden, *routing(20, 4, 2), launch.Weights(*parts), layout, BLOCKS[1])
+        for parts in (sliced, [part.contiguous() for part in sliced])
+    )
+    assert torch.equal(out, expected)
+
+
 def test_blocks_survive_as_numbers() -> None:
     for blocks in BLOCKS:
         assert Blocks.from_numbers(blocks.numbers()) == blocks

@@ -102,6 +102,36 @@ def test_rules_that_need_no_pool(T: int, K: int, padded: bool) -> None:
     assert torch.equal(keep, routing.select_top_k(values, 2, valid))
 
 
+@pytest.mark.parametrize("way", ["one program", "standing", "radix"])
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("marked", [False, True])
+def test_what_is_not_a_number_takes_one_place_like_any_other(
+    marked: bool, score: str, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a token or in padding: exactly the budget runs, and every expert id is a chosen one."""
+    monkeypatch.setattr(launch, "_POOL", launch._POOL if way == "one program" else 0)
+    monkeypatch.setattr(launch, "_STANDING", 0 if way == "radix" else 1 << 20)
+    T, K = 20, 6
+    logits = torch.randn(T, E, generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    index = logits.topk(K, dim=1).indices
+    logits[5], logits[11, index[11, 2]] = float("nan"), -float("nan")
+    valid = torch.arange(T, device=DEVICE) != 5 if marked else None
+    tokens = T - marked
+    for stand_in in (False, True):
+        activity = torch.zeros(2, dtype=torch.int64, device=DEVICE)
+        chosen, _ = launch.launch_select(
+            index, torch.ones(T, K, device=DEVICE), logits, None, valid,
+            torch.tensor([2.0, 0.0], dtype=torch.float64, device=DEVICE), num_experts=E,
+            rule="pool", score=score, bias_on="none", base=1, num_pools=1, renormalise=False,
+            renormalise_over=0, stand_in=stand_in, activity=activity,
+        )  # fmt: skip
+        assert activity.tolist() == [2 * tokens, tokens]
+        if stand_in:
+            assert (chosen[:, :, None] == index[:, None, :]).any(2).all()
+        else:
+            assert int((chosen < E).sum()) == 2 * tokens
+
+
 @pytest.mark.parametrize("over", [0, 2])
 def test_weights(over: int) -> None:
     values = scores(40, 6, ties=False)

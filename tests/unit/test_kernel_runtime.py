@@ -11,7 +11,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from allocmoe.artifacts import TokenRule
+from allocmoe.artifacts import Protocol, TokenRule
+from allocmoe.bench.benchmark import benchmark
 from allocmoe.errors import AllocMoEError
 from allocmoe.kernels import read_layout
 from allocmoe.kernels.blocks import Blocks, Tile
@@ -19,7 +20,7 @@ from allocmoe.models import inspect_model
 from allocmoe.runtime import blocks as tuned
 from allocmoe.runtime import kernel
 from allocmoe.runtime.hf import Controller, use_kernel
-from allocmoe.runtime.kernel import KERNEL, attach_kernel
+from allocmoe.runtime.kernel import KERNEL, find_kernel
 from tiny import available, tiny
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -127,10 +128,69 @@ def test_training_takes_the_plain_path(model: Any) -> None:
     assert experts.down_proj.grad.abs().sum() > 0
 
 
+@pytest.mark.parametrize("planned", [False, True])
+def test_what_trains_gets_its_gradient(model: Any, planned: bool) -> None:
+    """A router alone, under a plan or not, and the first product's weights alone."""
+    moe = inspect_model(model)
+    parts = [moe.layers[0].router.weight, moe.layers[0].experts.gate_up_proj]
+    for part in parts:
+        model.requires_grad_(False)
+        part.requires_grad_(True)
+        if planned:
+            with Controller(moe, TokenRule("alloc-t", "batch")) as controller:
+                controller.set_budgets([1.75] * len(moe.layers))
+                loss = model(IDS, labels=IDS).loss
+        else:
+            assert use_kernel(model)
+            loss = model(IDS, labels=IDS).loss
+        loss.backward()
+        assert part.grad is not None
+        assert part.grad.abs().sum() > 0
+
+
+def test_a_kernel_that_no_longer_fits_is_not_used(model: Any) -> None:
+    assert use_kernel(model)
+    assert not use_kernel(model.float())
+    with torch.no_grad():
+        assert model(IDS).logits.isfinite().all()
+    assert use_kernel(model.bfloat16())
+    experts = inspect_model(model).layers[0].experts
+    assert experts.__dict__[KERNEL].dtype == torch.bfloat16
+    weights = torch.ones(1, 4)
+    elsewhere = torch.empty(1, 32, dtype=torch.bfloat16, device="meta")
+    assert not experts.__dict__[KERNEL].takes(experts, elsewhere, weights)
+
+
+def test_one_layer_without_a_kernel_leaves_the_others_as_they_are(model: Any) -> None:
+    layers = inspect_model(model).layers
+    layers[-1].experts.act_fn = torch.nn.Softplus()
+    assert not use_kernel(model)
+    assert not any(KERNEL in layer.experts.__dict__ for layer in layers)
+
+
+def test_a_benchmark_wants_the_model_as_transformers_runs_it(model: Any) -> None:
+    assert use_kernel(model)
+    with pytest.raises(AllocMoEError, match="set_experts_implementation"):
+        benchmark(model, {})
+    model.set_experts_implementation("eager")
+    benchmark(model, {}, protocol=Protocol(1, (2,), 1, 0, 1), compiled=False, graphs=False)
+    assert use_kernel(model)
+
+
+def test_a_plan_that_could_not_be_applied_leaves_nothing(model: Any) -> None:
+    moe = inspect_model(model)
+    tuned.blocks_path().write_text("{}")
+    with pytest.raises(AllocMoEError, match="tune again"):
+        Controller(moe, TokenRule("alloc-t", "batch"))
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    tuned.blocks_path().unlink()
+    Controller(moe, TokenRule("alloc-t", "batch")).remove()
+
+
 @pytest.mark.skipif("muse_spark" not in available(), reason="transformers has no muse_spark")
 def test_a_norm_after_each_expert_needs_the_plain_path() -> None:
     layer = inspect_model(tiny("muse_spark").half()).layers[0]
-    assert not attach_kernel(layer.experts)
+    assert find_kernel(layer.experts) is None
 
 
 class TestTunedBlocks:
@@ -169,6 +229,17 @@ class TestTunedBlocks:
     @pytest.mark.parametrize("broken", ["{}", "[]", '{"kind": "allocmoe.plan"}'])
     def test_a_foreign_file_is_refused(self, model: Any, broken: str) -> None:
         tuned.blocks_path().write_text(broken)
+        with pytest.raises(AllocMoEError, match="tune again"):
+            use_kernel(model)
+
+    @pytest.mark.parametrize(
+        ("place", "value"), [("block_n", 0), ("block_k", 48), ("num_warps", 3), ("num_stages", 0)]
+    )
+    def test_sizes_that_no_kernel_has_are_refused(self, model: Any, place: str, value: int) -> None:
+        self.keep(model)
+        data = json.loads(tuned.blocks_path().read_text())
+        data["shapes"][0]["entries"][0]["blocks"]["up"][place] = value
+        tuned.blocks_path().write_text(json.dumps(data))
         with pytest.raises(AllocMoEError, match="tune again"):
             use_kernel(model)
 

@@ -18,7 +18,7 @@ from allocmoe.bench.measure import UNMODIFIED, Setup
 from allocmoe.errors import AllocMoEError
 from allocmoe.models import MoEModel, inspect_model
 from allocmoe.progress import Progress
-from allocmoe.runtime.hf import use_kernel
+from allocmoe.runtime.hf import IMPLEMENTATION, use_kernel
 from allocmoe.runtime.kernel import KERNEL
 from allocmoe.text import text_from_ids
 
@@ -56,6 +56,12 @@ def benchmark(
     device = devices.pop()
     cuda = device.type == "cuda"
     own, stock = cuda and experts == "allocmoe", cuda and experts == "allocmoe" and stock
+    ours = (layer.experts.config._experts_implementation == IMPLEMENTATION for layer in moe.layers)
+    if (stock or not own) and any(ours):
+        raise AllocMoEError(
+            "this model already runs our experts, with nothing left to compare them with: "
+            'model.set_experts_implementation("grouped_mm") goes back to those of transformers'
+        )
     setup = Setup(
         moe,
         device,
@@ -109,13 +115,16 @@ def _own_experts(moe: MoEModel, wanted: bool) -> Iterator[bool]:
     """Our experts implementation for the unmodified model too, where its fused kernel can run."""
     configs = {id(layer.experts.config): layer.experts.config for layer in moe.layers}.values()
     before = [(config, config._experts_implementation_internal) for config in configs]
+    kernels = [layer.experts.__dict__.get(KERNEL) for layer in moe.layers]
     try:
         yield wanted and use_kernel(moe.model)
     finally:
         for config, implementation in before:
             config._experts_implementation_internal = implementation
-        for layer in moe.layers:
+        for layer, kernel in zip(moe.layers, kernels, strict=True):
             layer.experts.__dict__.pop(KERNEL, None)
+            if kernel is not None:
+                layer.experts.__dict__[KERNEL] = kernel
 
 
 def _against(first: Speed, row: Speed, bandwidth: float) -> Speed:

@@ -60,11 +60,14 @@ def tune_model(
             len(list(problem.candidates(T, hopper, up))) for T in tokens for up in (True, False)
         )
         weights = problem.weights(device)
-        with progress.bar("tune", tries) as bar:
-            found = [
-                tune.tune(problem, weights, T, _timer(device), lambda: bar.advance(1))
-                for T in tokens
-            ]
+        try:
+            with progress.bar("tune", tries) as bar:
+                found = [
+                    tune.tune(problem, weights, T, _timer(device), lambda: bar.advance(1))
+                    for T in tokens
+                ]
+        except tune.NothingRan as error:
+            raise AllocMoEError(str(error)) from error
     # half way to the next number of tokens, in the geometric sense
     rows = [T * layer.k_orig / E for T in tokens]
     reach = [(a * b) ** 0.5 for a, b in itertools.pairwise(rows)]

@@ -78,7 +78,9 @@ def _add_protocol_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--decode", type=int, default=128, help="tokens decoded (default 128)")
     group.add_argument("--warmups", type=int, default=5, help="untimed runs before (default 5)")
     group.add_argument("--runs", type=int, default=10, help="timed runs (default 10)")
-    group.add_argument("--seed", type=int, default=0, help="of the tokens and random weights")
+    group.add_argument(
+        "--seed", type=common.seed, default=0, help="of the tokens and random weights"
+    )
 
 
 def run(args: argparse.Namespace) -> None:

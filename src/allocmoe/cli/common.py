@@ -155,14 +155,20 @@ def number_list(text: str) -> list[float]:
 
 def count_list(text: str) -> list[int]:
     numbers = number_list(text)
-    if not all(number.is_integer() for number in numbers):
-        raise argparse.ArgumentTypeError(f"expected whole numbers, not {text!r}")
+    if not all(number.is_integer() and 1 <= number < 1 << 31 for number in numbers):
+        raise argparse.ArgumentTypeError(f"expected whole numbers from 1 on, not {text!r}")
     return [int(number) for number in numbers]
 
 
 def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a whole number from 1 on, not {text!r}")
+    return int(text)
+
+
+def seed(text: str) -> int:
+    if not text.isdecimal() or int(text) >= 1 << 63:
+        raise argparse.ArgumentTypeError(f"expected a whole number from 0 on, not {text!r}")
     return int(text)
 
 

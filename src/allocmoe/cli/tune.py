@@ -35,13 +35,15 @@ def run(args: argparse.Namespace) -> None:
     import torch
 
     from allocmoe.bench.tune import TOKENS, tune_model
-    from allocmoe.codec import encode
+    from allocmoe.codec import check_writable, encode
     from allocmoe.models.load import to_device, to_dtype
     from allocmoe.runtime.blocks import TunedBlocks, blocks_path
 
     common.check_model_or_shape(args)
     path = Path(args.output) if args.output else blocks_path()
-    kept = TunedBlocks.load(path) if path.is_file() else TunedBlocks()
+    check_writable(path)
+    if path.is_file():
+        TunedBlocks.load(path)  # what is no such file stays what it is
     device = to_device(args.device)
     if device is None:
         raise AllocMoEError("tuning takes one device: cuda or cuda:N")
@@ -54,6 +56,8 @@ def run(args: argparse.Namespace) -> None:
         tokens=args.tokens or TOKENS,
         progress=common.make_progress(),
     )
+    # read only now: others may have tuned meanwhile
+    kept = TunedBlocks.load(path) if path.is_file() else TunedBlocks()
     kept.with_shape(tuned).save(path)
     common.console.print(f"block sizes of {len(tuned.entries)} sizes saved in {path}")
     if args.json:

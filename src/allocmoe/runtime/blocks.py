@@ -18,6 +18,7 @@ from allocmoe.kernels.blocks import Blocks, BlockTable, default_blocks
 FORMAT = {"kind": "allocmoe.blocks", "schema_version": 1}
 # names another file than the one in the user's cache folder
 VARIABLE = "ALLOCMOE_BLOCKS"
+_AGAIN = "delete it, and tune again"
 
 
 @dataclass(frozen=True)
@@ -64,20 +65,31 @@ class TunedBlocks:
         return replace(self, shapes=(*others, tuned))
 
     def save(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, {**FORMAT, **encode(self)})
 
     @classmethod
     def load(cls, path: Path) -> TunedBlocks:
         data = read_json(path)
         if not isinstance(data, dict) or {k: data.get(k) for k in FORMAT} != FORMAT:
-            raise AllocMoEError(f"{path}: no block sizes of this version; delete it or tune again")
+            raise AllocMoEError(f"{path}: no block sizes of this version; {_AGAIN}")
         body = {key: value for key, value in data.items() if key not in FORMAT}
         tuned = decode(cls, body, str(path))
         for shape in tuned.shapes:
             if not shape.entries:
-                raise AllocMoEError(f"{path}: a shape without entries; delete it or tune again")
+                raise AllocMoEError(f"{path}: a shape without entries; {_AGAIN}")
+            for entry in shape.entries:
+                _check(entry.blocks, path)
         return tuned
+
+
+def _check(blocks: Blocks, path: Path) -> None:
+    """Sizes that Triton can compile."""
+    for tile in (blocks.up, blocks.down):
+        sizes = (blocks.block_m, tile.block_n, tile.block_k)
+        powers = all(size >= 16 and size.bit_count() == 1 for size in sizes)
+        warps = tile.num_warps in (1, 2, 4, 8, 16)
+        if not powers or not warps or tile.group_m < 1 or tile.num_stages < 1:
+            raise AllocMoEError(f"{path}: blocks that no kernel has: {blocks}; {_AGAIN}")
 
 
 def blocks_path() -> Path:

@@ -21,7 +21,7 @@ from allocmoe.errors import AllocMoEError
 from allocmoe.kernels import compact, run_experts
 from allocmoe.models import MoEModel, inspect_model
 from allocmoe.runtime.control import LayerControl, Observer
-from allocmoe.runtime.kernel import KERNEL, Kernel, attach_kernel
+from allocmoe.runtime.kernel import KERNEL, Kernel, find_kernel
 from allocmoe.runtime.step import CurrentStep, Step, read_step
 
 IMPLEMENTATION = "allocmoe"
@@ -57,10 +57,12 @@ def use_kernel(model: nn.Module) -> bool:
     moe = inspect_model(model)
     if any(layer.experts.__dict__.get(_ATTRIBUTE) is not None for layer in moe.layers):
         raise AllocMoEError("a plan is applied to this model; remove it first")
-    if _other_experts(moe) or not all(attach_kernel(layer.experts) for layer in moe.layers):
+    kernels = [] if _other_experts(moe) else [find_kernel(layer.experts) for layer in moe.layers]
+    if not kernels or None in kernels:
         return False
     ExpertsInterface.register(IMPLEMENTATION, experts_forward)
-    for layer in moe.layers:
+    for layer, kernel in zip(moe.layers, kernels, strict=True):
+        layer.experts.__dict__[KERNEL] = kernel
         layer.experts.config._experts_implementation_internal = IMPLEMENTATION
     return True
 
@@ -105,8 +107,12 @@ class Controller:
             self._hooks.append(control.layer.experts.register_forward_pre_hook(_before_experts))
         self._stock: dict[int, tuple[Any, str | None]] = {}
         self._given: list[nn.Module] = []
-        if any(control.may_mask for control in self.controls):
-            self._install_implementation()
+        try:
+            if any(control.may_mask for control in self.controls):
+                self._install_implementation()
+        except BaseException:
+            self.remove()
+            raise
 
     def _mark(self, module: nn.Module, owner: Any) -> None:
         """Leave `owner` where the hooks find it. They are plain functions, so that a compiled
@@ -162,7 +168,9 @@ class Controller:
         ExpertsInterface.register(IMPLEMENTATION, experts_forward)
         for control in self.controls:
             module = control.layer.experts
-            if KERNEL not in module.__dict__ and attach_kernel(module):
+            kernel = find_kernel(module)
+            if kernel is not None and module.__dict__.get(KERNEL) is not kernel:
+                module.__dict__[KERNEL] = kernel
                 self._given.append(module)
             self._stock.setdefault(id(module.config), (module.config, control.stock_implementation))
         for config, _ in self._stock.values():
@@ -214,7 +222,7 @@ def experts_forward(
         out: torch.Tensor = stock(module, hidden_states, top_k_index, top_k_weights)
         return out
     kernel: Kernel | None = getattr(module, KERNEL, None)
-    if kernel is None or not kernel.takes(module, hidden_states):
+    if kernel is None or not kernel.takes(module, hidden_states, top_k_weights):
         return _plain_forward(module, hidden_states, top_k_index, top_k_weights)
     if control is None or not control.masks:
         return kernel.run(module, hidden_states, top_k_index, top_k_weights)

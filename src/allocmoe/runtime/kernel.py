@@ -22,14 +22,20 @@ class Kernel:
 
     layout: Layout
     dtype: torch.dtype
+    device: torch.device
     blocks: BlockTable
 
-    def takes(self, module: Any, hidden_TH: torch.Tensor) -> bool:
-        """It has no backward pass, and one dtype."""
-        trains = torch.is_grad_enabled() and (
-            hidden_TH.requires_grad or module.down_proj.requires_grad
-        )
-        return hidden_TH.dtype == self.dtype and not trains
+    def takes(self, module: Any, hidden_TH: torch.Tensor, weights_TK: torch.Tensor) -> bool:
+        """It has no backward pass, one dtype and one device."""
+        if hidden_TH.dtype != self.dtype or hidden_TH.device != self.device:
+            return False
+        if not torch.is_grad_enabled():
+            return True
+        weights = weights_of(module)
+        parts = (
+            hidden_TH, weights_TK, weights.up, weights.down, weights.up_bias, weights.down_bias,
+        )  # fmt: skip
+        return not any(part is not None and part.requires_grad for part in parts)
 
     def run(
         self,
@@ -49,16 +55,20 @@ class Kernel:
         )
 
 
-def attach_kernel(module: Any) -> bool:
-    """Give an experts module its kernel, if it can have one. False if it cannot."""
-    if KERNEL not in module.__dict__:
-        weight = module.down_proj
-        fits = weight.dtype in (torch.bfloat16, torch.float16) and _device_runs_it(weight.device)
-        layout = read_layout(module) if fits else None
-        if layout is None:
-            return False
-        module.__dict__[KERNEL] = Kernel(layout, weight.dtype, blocks_for(weight, layout))
-    return True
+def find_kernel(module: Any) -> Kernel | None:
+    """The kernel for an experts module, the one it has if that still fits; None if there is none.
+
+    It is used once it is in the module's `__dict__`, as `KERNEL`.
+    """
+    weight = module.down_proj
+    own: Kernel | None = module.__dict__.get(KERNEL)
+    if own is not None and (own.dtype, own.device) == (weight.dtype, weight.device):
+        return own
+    fits = weight.dtype in (torch.bfloat16, torch.float16) and _device_runs_it(weight.device)
+    layout = read_layout(module) if fits else None
+    if layout is None:
+        return None
+    return Kernel(layout, weight.dtype, weight.device, blocks_for(weight, layout))
 
 
 def _device_runs_it(device: torch.device) -> bool:

@@ -16,6 +16,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+# what is not a number stays so, as in torch
+_NAN = tl.constexpr(tl.PropagateNan.ALL)
+
 
 @triton.jit
 def _activate(x, alpha, ACT: tl.constexpr):
@@ -27,9 +30,9 @@ def _activate(x, alpha, ACT: tl.constexpr):
         # 0.5 * (1 + tanh(u)) = sigmoid(2u)
         x = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
     elif ACT == "relu":
-        x = tl.maximum(x, 0.0)
+        x = tl.maximum(x, 0.0, _NAN)
     elif ACT == "relu2":
-        x = tl.maximum(x, 0.0) * tl.maximum(x, 0.0)
+        x = tl.maximum(x, 0.0, _NAN) * tl.maximum(x, 0.0, _NAN)
     return x
 
 
@@ -155,8 +158,8 @@ def _product(
         if GATED:
             up += tl.load(bias_ptr + size_n + n_safe).to(tl.float32)[None, :]
     if CLAMPED:
-        acc = tl.minimum(acc, limit)
-        up = tl.minimum(tl.maximum(up, -limit), limit)
+        acc = tl.minimum(acc, limit, _NAN)
+        up = tl.minimum(tl.maximum(up, -limit, _NAN), limit, _NAN)
     acc = _activate(acc, alpha, ACT)
     if GATED:
         acc *= up + shift

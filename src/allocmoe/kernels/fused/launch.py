@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -47,19 +47,24 @@ def launch_experts(
     if T * K == 0:
         return torch.zeros_like(hidden_TH)
     hidden, index = hidden_TH.contiguous(), index_TK.contiguous()
-    routing = _route(index, weights.up.shape[0], blocks.block_m)
-    inner = weights.down.shape[1 if layout.transposed else 2]
-    a = hidden.new_empty(T * K, inner)
-    _linear(hidden, weights.up, weights.up_bias, a, routing, layout, blocks, up=True)
-    y = hidden.new_empty(T * K, hidden.shape[1])
-    _linear(a, weights.down, weights.down_bias, y, routing, layout, blocks, up=False)
-    out = torch.empty_like(hidden)
     E, H = weights.up.shape[0], hidden.shape[1]
+    inner = weights.down.shape[1 if layout.transposed else 2]
+    a, y = hidden.new_empty(T * K, inner), hidden.new_empty(T * K, H)
+    out = torch.empty_like(hidden)
     block_h = min(1024 if T > 64 else 256, triton.next_power_of_2(H))
-    sum_kernel[(T, triton.cdiv(H, block_h))](
-        y, index, weights_TK.contiguous(), out, E, H, K, block_h, num_warps=4
-    )
+    with _on_device_of(hidden):
+        routing = _route(index, E, blocks.block_m)
+        _linear(hidden, weights.up, weights.up_bias, a, routing, layout, blocks, up=True)
+        _linear(a, weights.down, weights.down_bias, y, routing, layout, blocks, up=False)
+        sum_kernel[(T, triton.cdiv(H, block_h))](
+            y, index, weights_TK.contiguous(), out, E, H, K, block_h, num_warps=4
+        )
     return out
+
+
+def _on_device_of(tensor: torch.Tensor) -> AbstractContextManager[object]:
+    """Triton launches on the current device, wherever its arguments are."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
 def product(
@@ -71,17 +76,20 @@ def product(
     up: bool,
 ) -> Callable[[], None]:
     """One of the two products alone, over random numbers where it follows the other; for tuning."""
-    routing = _route(index_TK, weights.up.shape[0], blocks.block_m)
     inner = weights.down.shape[1 if layout.transposed else 2]
     a = torch.randn(index_TK.numel(), inner, dtype=hidden_TH.dtype, device=hidden_TH.device)
-    y = torch.empty_like(a[:, :1].expand(-1, hidden_TH.shape[1]).contiguous())
-    if up:
-        return partial(
-            _linear, hidden_TH, weights.up, weights.up_bias, a, routing, layout, blocks, up=True
-        )
-    return partial(
-        _linear, a, weights.down, weights.down_bias, y, routing, layout, blocks, up=False
-    )
+    y = a.new_empty(len(a), hidden_TH.shape[1])
+    with _on_device_of(a):
+        routing = _route(index_TK, weights.up.shape[0], blocks.block_m)
+
+    def run() -> None:
+        with _on_device_of(a):
+            if up:
+                _linear(hidden_TH, weights.up, weights.up_bias, a, routing, layout, blocks, up=True)
+            else:
+                _linear(a, weights.down, weights.down_bias, y, routing, layout, blocks, up=False)
+
+    return run
 
 
 @dataclass(frozen=True)
@@ -147,6 +155,8 @@ def _linear(
     stride_k, stride_n = weight.stride(1), weight.stride(2)
     if not layout.transposed:
         stride_k, stride_n = stride_n, stride_k
+    if bias is not None:
+        bias = bias.contiguous()
     descriptor = None
     if tile.tma and stride_k == 1 and not interleaved and _takes_bulk_copies(weight):
         rows = weight.view(-1, weight.shape[2])
@@ -167,10 +177,11 @@ def _linear(
 
 
 def _takes_bulk_copies(weight: torch.Tensor) -> bool:
-    aligned = weight.data_ptr() % 16 == 0 and weight.stride(1) * weight.element_size() % 16 == 0
+    fits = weight.is_contiguous() and weight.data_ptr() % 16 == 0
+    fits = fits and weight.stride(1) * weight.element_size() % 16 == 0
     if not weight.is_cuda:
-        return aligned  # Triton's interpreter
-    return aligned and torch.cuda.get_device_capability(weight.device) >= (9, 0)
+        return fits  # Triton's interpreter
+    return fits and torch.cuda.get_device_capability(weight.device) >= (9, 0)
 
 
 def launch_select(
@@ -237,19 +248,21 @@ def launch_select(
             keys = torch.empty(T * K, dtype=torch.int32, device=index.device)
             if rule == "cut":
                 histogram = keys.new_zeros(num_pools, DIGITS, BINS)
+    with _on_device_of(index):
+        if keys is not None:
             keys_kernel[(programs,)](
                 *inputs, keys, histogram, tokens, num_experts, base,
                 TOKENS=tile, COUNT=histogram is not None, **shape, num_warps=4,
             )  # fmt: skip
-            for level in range(1, DIGITS if rule == "cut" else 0):
-                digit_kernel[(num_pools * triton.cdiv(tokens * K, chunk),)](
-                    keys, histogram, marks, params, tokens, base, K, CHUNK=chunk,
-                    MARKS=kind, LEVEL=level, num_warps=4,
-                )  # fmt: skip
-    select_kernel[(programs,)](
-        *inputs, params, histogram, keys, out_index, out_weights, activity, tokens, num_experts,
-        base, renormalise_over, TOKENS=tile, CHUNK=chunk, RULE=rule, RENORMALISE=renormalise,
-        STAND_IN=stand_in, COUNTED=activity is not None, **shape,
-        num_warps=8 if rule == "pool" and tile * KP > 128 else 4,
-    )  # fmt: skip
+        for level in range(1, 0 if histogram is None else DIGITS):
+            digit_kernel[(num_pools * triton.cdiv(tokens * K, chunk),)](
+                keys, histogram, marks, params, tokens, base, K, CHUNK=chunk,
+                MARKS=kind, LEVEL=level, num_warps=4,
+            )  # fmt: skip
+        select_kernel[(programs,)](
+            *inputs, params, histogram, keys, out_index, out_weights, activity, tokens, num_experts,
+            base, renormalise_over, TOKENS=tile, CHUNK=chunk, RULE=rule, RENORMALISE=renormalise,
+            STAND_IN=stand_in, COUNTED=activity is not None, **shape,
+            num_warps=8 if rule == "pool" and tile * KP > 128 else 4,
+        )  # fmt: skip
     return out_index, out_weights

@@ -23,7 +23,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# below every score, NaN and -inf included; what is not in the pool has this key
+# below every score, -inf included; what is not in the pool has this key
 _LOWEST = tl.constexpr(-2147483648)
 # a key has four digits of eight bits; a pool's histograms lie one after the other
 DIGITS = 4
@@ -82,9 +82,9 @@ def _scores(
         if BIAS_ON != "none":
             on = score if BIAS_ON == "score" else chosen
             choice = on + tl.load(bias_ptr + index, mask=inside, other=0.0).to(tl.float32)
-        choice = tl.where((k < K)[None, :], choice, float("-inf"))
-        ahead = (choice[:, None, :] > choice[:, :, None]) | (
-            (choice[:, None, :] == choice[:, :, None]) & (k[None, None, :] < k[None, :, None])
+        order = tl.where((k < K)[None, :], _sortable(choice), _LOWEST)
+        ahead = (order[:, None, :] > order[:, :, None]) | (
+            (order[:, None, :] == order[:, :, None]) & (k[None, None, :] < k[None, :, None])
         )
         rank = tl.sum(ahead.to(tl.int32), 2)
     rank = tl.where((k < K)[None, :], rank, KP)
@@ -104,12 +104,18 @@ def _are_tokens(marks_ptr, at, mask, MARKS: tl.constexpr):
 
 
 @triton.jit
+def _sortable(x):
+    """Integers in the order of the numbers. NaN is the largest, as for torch: without a place for
+    it, pairs would share one."""
+    # adding zero makes one zero of the two
+    bits = (x + 0.0).to(tl.int32, bitcast=True)
+    return tl.where(x == x, tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits), 0x7FFFFFFF)
+
+
+@triton.jit
 def _keys(score, rank, valid, base, K: tl.constexpr):
     """Integers in the order of the scores, for what is in the pool."""
-    # adding zero makes one zero of the two
-    bits = (score + 0.0).to(tl.int32, bitcast=True)
-    key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    return tl.where((rank >= base) & (rank < K) & valid[:, None], key, _LOWEST)
+    return tl.where((rank >= base) & (rank < K) & valid[:, None], _sortable(score), _LOWEST)
 
 
 @triton.jit

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -77,6 +78,10 @@ def _fits(block_m: int, tile: Tile, factor: int, hopper: bool) -> bool:
     return enough and shared <= (_SHARED_HOPPER if hopper else _SHARED) and accumulators <= 128
 
 
+class NothingRan(RuntimeError):
+    """The device or its driver is at fault, not the tiles."""
+
+
 def tune(
     problem: Problem,
     weights: Weights,
@@ -100,6 +105,8 @@ def tune(
                 best[key] = (took, blocks.up)
             tried()
     block_m = min({m for m, _ in best}, key=lambda m: best[m, True][0] + best[m, False][0])
+    if math.isinf(best[block_m, True][0] + best[block_m, False][0]):
+        raise NothingRan(f"none of the tiles ran for {num_tokens} tokens")
     return Blocks(block_m, best[block_m, True][1], best[block_m, False][1])
 
 
