@@ -66,6 +66,12 @@ def test_the_evaluation_is_that_of_transformers(family: str, engine: Any) -> Non
     assert ours.rows[0].top1_agreement == 1
 
 
+def test_a_text_as_long_as_the_model_takes_leaves_no_room(folders: dict[str, Path]) -> None:
+    longest = model("olmoe").config.max_position_embeddings
+    with pytest.raises(AllocMoEError, match="shorter sequences"):
+        VllmEngine(str(folders["olmoe"]), max_length=longest, dtype="float32")
+
+
 def test_an_engine_with_graphs_keeps_its_plan(engine: Any) -> None:
     plan = allocmoe.make_plan("uniform", "50%", model=model("olmoe"))
     engine._llm.llm_engine.vllm_config.model_config.enforce_eager = False

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,11 +16,12 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 
-from vllm_runner import FAMILIES, IDS, SAME, engine, model, run
+from vllm_runner import FAMILIES, IDS, SAME, SIZES, engine, model, run
 
 import allocmoe
 from allocmoe.artifacts import Plan
 from allocmoe.errors import AllocMoEError
+from tiny import tiny
 
 TEXT = allocmoe.text_from_ids(
     torch.randint(3, 128, (4, 32), generator=torch.Generator().manual_seed(1))
@@ -76,6 +79,33 @@ def test_every_rule_does_what_it_does_in_transformers(
         logprobs, _ = run(llm)
     expected = transformers_logprobs(family, plan)
     torch.testing.assert_close(logprobs, expected, atol=1e-4, rtol=0)
+
+
+RENORMALISES = dict(head_dim=32, moe_intermediate_size=32, norm_topk_prob=True)
+PROBABILITIES = dict(
+    head_dim=32, global_head_dim=32, moe_intermediate_size=32, hidden_size_per_layer_input=0
+)
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "method", "options"),
+    [
+        ("qwen3_moe", RENORMALISES, "uniform", {"renormalise_over": 4}),
+        ("qwen3_moe", RENORMALISES, "alloc-t", {}),
+        ("gemma4", PROBABILITIES, "alloc-t", {"scope": "threshold"}),
+    ],
+)
+def test_weights_that_are_renormalised_and_routers_that_give_probabilities(
+    family: str, sizes: dict[str, Any], method: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    loaded = tiny(family, **SIZES, **sizes)
+    plan = allocmoe.make_plan(method, "50%", model=loaded, text=TEXT, **options)
+    loaded.save_pretrained(tmp_path)
+    with engine(tmp_path, plan) as llm:
+        logprobs, _ = run(llm)
+    with torch.no_grad(), allocmoe.apply(loaded, plan):
+        expected = loaded(IDS).logits.log_softmax(-1)[:, :-1].gather(-1, IDS[:, 1:, None])
+    torch.testing.assert_close(logprobs, expected[..., 0], atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("rule", ["alloc-t/batch", "alloc-t/threshold", "naee"])
@@ -216,6 +246,118 @@ def test_context_parallelism_is_refused() -> None:
     )
     with pytest.raises(AllocMoEError, match="context parallelism"):
         served_by(config)
+
+
+def test_a_sleep_would_lose_what_the_selection_reads() -> None:
+    from allocmoe.runtime.vllm.runner import served_by
+
+    config = SimpleNamespace(
+        additional_config={"allocmoe": {"plan": make("olmoe", "naee").to_json()}},
+        parallel_config=SimpleNamespace(decode_context_parallel_size=1),
+        model_config=SimpleNamespace(enable_sleep_mode=True),
+    )
+    with pytest.raises(AllocMoEError, match="sleep"):
+        served_by(config)
+
+
+@pytest.mark.parametrize(
+    ("shares", "rule", "message"),
+    [
+        ({"dp_size": 2}, "alloc-t/batch", "data or expert parallelism"),
+        ({"use_ep": True}, "alloc-t/batch", "data or expert parallelism"),
+        ({"enable_eplb": True}, "naee", "load balancing"),
+        ({"pcp_size": 2}, "alloc-t/threshold", "context parallelism"),
+    ],
+)
+def test_ranks_that_share_tokens_or_experts_are_refused(
+    shares: dict[str, Any], rule: str, message: str
+) -> None:
+    from allocmoe.runtime.vllm.runner import _check_token_rule
+
+    alone: dict[str, Any] = dict(dp_size=1, use_ep=False, enable_eplb=False, pcp_size=1)
+    for parallel in (alone, alone | shares):
+        moe_config = SimpleNamespace(moe_parallel_config=SimpleNamespace(**parallel))
+        with pytest.raises(AllocMoEError, match=message) if parallel != alone else nullcontext():
+            _check_token_rule(make("olmoe", rule), moe_config, SimpleNamespace())
+
+
+def test_our_kernel_is_not_for_experts_shared_among_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With data parallelism vLLM's kernel gathers the tokens and sums over the ranks."""
+    from allocmoe.runtime.vllm import experts
+
+    class Weight:
+        is_cuda, dtype, device = True, torch.bfloat16, torch.device("cuda")
+
+        def __init__(self, *shape: int) -> None:
+            self.shape = shape
+
+        def dim(self) -> int:
+            return len(self.shape)
+
+    class UnquantizedFusedMoEMethod:
+        unquantized_backend = SimpleNamespace(name="TRITON")
+        mk_can_overlap_shared_experts = False
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(experts, "blocks_for", lambda weight, layout: None)
+    routed = SimpleNamespace(
+        w13_weight=Weight(8, 64, 128),
+        w2_weight=Weight(8, 128, 32),
+        activation=SimpleNamespace(value="silu"),
+    )
+    for dp_size, found in ((1, True), (2, False)):
+        parallel = SimpleNamespace(use_ep=False, dp_size=dp_size)
+        runner = SimpleNamespace(
+            routed_experts=routed,
+            _quant_method=UnquantizedFusedMoEMethod(),
+            moe_config=SimpleNamespace(moe_parallel_config=parallel),
+        )
+        assert (experts.own_kernel(runner) is not None) == found
+
+
+def test_layers_that_draft_tokens_are_not_the_plans() -> None:
+    from allocmoe.models import inspect_model
+    from allocmoe.runtime.vllm.served import Served
+
+    served = Served(make("olmoe", "uniform"), inspect_model(model("olmoe")))
+    for name in ("model.layers.1.mlp.experts", "language_model.model.layers.1.mlp.experts"):
+        layer = served.layer(name)
+        assert layer is not None
+        assert layer.index == 1
+    for name in ("mtp.layers.0.mlp.experts", "model.layers.4.mtp_block.mlp", "model.layers.4.mlp"):
+        assert served.layer(name) is None
+    with pytest.raises(AllocMoEError, match="knows no MoE layer"):
+        served.layer("model.experts")
+
+
+def test_a_backend_with_its_top_k_inside_cannot_change_it() -> None:
+    from allocmoe.runtime.vllm.runner import PlannedRouter
+
+    router = PlannedRouter.__new__(PlannedRouter)
+    router._device = torch.device("cuda")
+    router.owner = SimpleNamespace(_quant_method=SimpleNamespace(is_monolithic=True))
+    with pytest.raises(AllocMoEError, match="moe_backend"):
+        router.follow(make("olmoe", "uniform"))
+
+
+def test_another_plugin_in_our_place_is_not_overlooked(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.model_executor.custom_op import op_registry_oot
+
+    from allocmoe.runtime.vllm.plugin import register
+
+    monkeypatch.setitem(op_registry_oot, "MoERunner", SimpleNamespace)
+    with pytest.raises(AllocMoEError, match=r"SimpleNamespace.*VLLM_PLUGINS"):
+        register()
+
+
+def test_workers_of_ray_get_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    from allocmoe.runtime.vllm.plugin import register
+
+    monkeypatch.setenv("ALLOCMOE_PLAN", "plan.json")
+    monkeypatch.setenv("VLLM_RAY_EXTRA_ENV_VARS_TO_COPY", "MINE")
+    register()
+    register()
+    assert os.environ["VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"] == "MINE,ALLOCMOE_PLAN"
 
 
 @pytest.mark.parametrize("kept", [True, False])

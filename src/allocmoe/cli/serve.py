@@ -38,7 +38,12 @@ def run(args: argparse.Namespace) -> None:
     own.add_argument("--additional-config", default="{}")
     own.add_argument("--trust-remote-code", action="store_true")
     own.add_argument("--revision")
-    known, rest = own.parse_known_args(args.options)
+    own.add_argument("--worker-extension-cls")
+    known, rest = own.parse_known_args([_dashed(word) for word in args.options])
+    if known.worker_extension_cls:
+        raise AllocMoEError("leave out --worker-extension-cls: serve has its own, to show the plan")
+    if any(word.startswith("--additional-config.") for word in rest):
+        raise AllocMoEError("give --additional-config as one JSON object, not in parts")
     if known.plan is None:
         raise AllocMoEError("give a --plan")
     if importlib.util.find_spec("vllm") is None:
@@ -63,6 +68,14 @@ def run(args: argparse.Namespace) -> None:
     os.environ["VLLM_PLUGINS"] = _plugins()
     sys.stderr.flush()
     os.execv(sys.executable, command)
+
+
+def _dashed(word: str) -> str:
+    """An option as vLLM reads it, which takes underscores for dashes."""
+    if not word.startswith("--"):
+        return word
+    name, equals, value = word.partition("=")
+    return name.replace("_", "-") + equals + value
 
 
 def serve_command(model: str, plan: dict[str, Any], config: str, options: list[str]) -> list[str]:
@@ -97,4 +110,8 @@ def _plugins() -> str:
     found = [
         point.name for group in groups for point in entry_points(group=f"vllm.{group}_plugins")
     ]
+    # what vLLM itself loads only if a user names it: downloads, and endpoints of others
+    closed = {"lora_hf_hub_resolver"}
+    closed |= {point.name for point in entry_points(group="vllm.endpoint_plugins")}
+    found = [name for name in found if name not in closed]
     return ",".join(dict.fromkeys([*found, "allocmoe"]))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from allocmoe.runtime.vllm.served import check_layers
+
 
 class StatusEndpoint:
     """For vLLM's entry point group `vllm.endpoint_plugins`."""
@@ -24,8 +26,9 @@ class StatusEndpoint:
         layers: dict[int, dict[str, int]] = {}
         for worker in workers:  # pipeline stages have layers of their own, others repeat them
             layers.update({int(index): activity for index, activity in worker["layers"].items()})
-        ran = [layers[index] for index in sorted(layers)]
         plan = workers[0]["plan"]
+        check_layers(plan, layers)
+        ran = [layers[index] for index in sorted(layers)]
         return {
             "plan": plan,
             "tokens": max((layer["tokens"] for layer in ran), default=0),

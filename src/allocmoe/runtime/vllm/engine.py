@@ -13,7 +13,7 @@ from allocmoe.codec import decode
 from allocmoe.errors import AllocMoEError
 from allocmoe.models import MoEModel, inspect_model
 from allocmoe.models.load import load_skeleton, place
-from allocmoe.runtime.vllm.served import KEY
+from allocmoe.runtime.vllm.served import KEY, check_layers
 from allocmoe.runtime.vllm.worker import EXTENSION
 
 
@@ -63,8 +63,18 @@ class VllmEngine:
         config = {KEY: {"plan": self._unmodified.to_json(), "count": True}}
         extra = dict(options or {})
         config |= extra.pop("additional_config", {})
-        self._llm = LLM(**given | extra, additional_config=config)
-        # fails here, not after hours, where a layer does not run through the plan
+        try:
+            self._llm = LLM(**given | extra, additional_config=config)
+        except ValueError as error:
+            if "max_model_len" not in str(error):
+                raise
+            raise AllocMoEError(
+                f"{max_length} tokens and one more, which vLLM adds, are too many for {name}: "
+                "use shorter sequences"
+            ) from error
+        # fails here, not after hours, where a layer does not follow
+        self.follow(None)
+        self.activity()
         self.reset()
 
     def follow(self, plan: Plan | None) -> None:
@@ -80,9 +90,11 @@ class VllmEngine:
     def activity(self) -> list[LayerActivity]:
         """What ran in each MoE layer since the start or the last `reset`."""
         layers: dict[int, LayerActivity] = {}
-        for worker in self._llm.collective_rpc("allocmoe_status"):
+        workers = self._llm.collective_rpc("allocmoe_status")
+        for worker in workers:
             for index, data in worker["layers"].items():
                 layers[int(index)] = decode(LayerActivity, data, "a worker's answer")
+        check_layers(workers[0]["plan"], layers)
         return [layers[index] for index in sorted(layers)]
 
     def losses(self, ids_NS: torch.Tensor) -> tuple[float, torch.Tensor]:

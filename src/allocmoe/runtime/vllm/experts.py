@@ -34,6 +34,7 @@ def _kernel(runner: Any) -> Experts | None:
     up, down = getattr(experts, "w13_weight", None), getattr(experts, "w2_weight", None)
     if up is None or down is None or not up.is_cuda:
         return None
+    parallel = runner.moe_config.moe_parallel_config
     activation = _ACTIVATIONS.get(getattr(experts.activation, "value", ""))
     plain = (
         type(method).__name__ == "UnquantizedFusedMoEMethod"
@@ -41,7 +42,8 @@ def _kernel(runner: Any) -> Experts | None:
         and up.dtype in (torch.bfloat16, torch.float16)
         and torch.cuda.get_device_capability(up.device) >= (8, 0)
         and activation is not None
-        and not runner.moe_config.moe_parallel_config.use_ep
+        and not parallel.use_ep
+        and parallel.dp_size == 1  # else vLLM's kernel gathers tokens and sums over ranks
         and not method.mk_can_overlap_shared_experts
         and getattr(experts, "swiglu_limit", None) is None
         and up.dim() == 3

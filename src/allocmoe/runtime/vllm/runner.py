@@ -10,6 +10,7 @@ all experts on one device) our experts kernel follows, in which a dropped pair c
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from allocmoe.runtime.control import LayerControl
 from allocmoe.runtime.step import CurrentStep, Step
 from allocmoe.runtime.vllm import versions
 from allocmoe.runtime.vllm.experts import own_kernel
-from allocmoe.runtime.vllm.served import Served, read_settings, serve_plan
+from allocmoe.runtime.vllm.served import Served, read_settings, selects, serve_plan
 
 logger = init_logger("vllm.allocmoe")
 SERVED = "_allocmoe_served"
@@ -39,22 +40,39 @@ class PlannedRouter:
     ) -> None:
         self._served = served
         self._layer = layer
+        # where transformers' router returns probabilities, vLLM's returns logits
+        self._family = served.moe.family
+        if self._family.score == "given":
+            self._family = replace(self._family, score="softmax")
         self._moe_config, self._router, self._experts = moe_config, router, experts
         self._device = next(experts.parameters()).device
+        if self._device.type == "meta":  # weights that are quantised while they are loaded
+            self._device = torch.device(get_current_vllm_config().device_config.device)
+        # the runner, once it is built
+        self.owner: Any = None
         self._current = CurrentStep()
         self._control: LayerControl | None = None
         # whether dropped pairs get an expert id out of range, which our experts kernel leaves out
         self.skips = False
-        # kept pairs and tokens, summed on the device
-        self._activity = torch.zeros(2, dtype=torch.int64, device=self._device)
+        # kept pairs and tokens, summed on the device; where nothing counts, the device may sleep
+        counting = served.counts or selects(served.plan)
+        self._activity = torch.zeros(
+            2, dtype=torch.int64, device=self._device if counting else "cpu"
+        )
         self.follow(served.plan)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._router, name)
 
     def follow(self, plan: Plan) -> None:
+        built = self.owner is not None and self._device.type == "cuda"
+        if built and self.owner._quant_method.is_monolithic:
+            raise AllocMoEError(
+                "this MoE backend has its top-k inside its kernel, which cannot change while the "
+                "engine runs: measure with another one, --engine-option moe_backend=triton"
+            )
         budget = plan.layer_budgets[self._layer.index]
-        thins = plan.token.rule != "none"
+        thins = selects(plan)
         k = self._layer.k_orig if thins else int(budget)
         # the three places where vLLM keeps a layer's top-k
         self._moe_config.experts_per_token = self._experts.top_k = self._router.top_k = k
@@ -63,7 +81,7 @@ class PlannedRouter:
             _check_token_rule(plan, self._moe_config, self._experts)
             self._control = LayerControl(
                 self._layer,
-                self._served.moe.family,
+                self._family,
                 plan.token,
                 self._current,
                 bias=getattr(self._experts, "e_score_correction_bias", None),
@@ -144,12 +162,13 @@ def _valid_tokens(ids: torch.Tensor) -> torch.Tensor | None:
 def _check_token_rule(plan: Plan, moe_config: Any, routed_experts: Any) -> None:
     parallel = moe_config.moe_parallel_config
     label = plan.token.label
+    if getattr(parallel, "pcp_size", 1) > 1:
+        raise AllocMoEError(f"{label} cannot run with prefill context parallelism")
     if getattr(parallel, "enable_eplb", False):
         raise AllocMoEError(
             f"{label} cannot run with expert load balancing: leave out --enable-eplb"
         )
-    shared = parallel.dp_size > 1 or parallel.use_ep or getattr(parallel, "pcp_size", 1) > 1
-    if plan.token.scope == "batch" and shared:
+    if plan.token.scope == "batch" and (parallel.dp_size > 1 or parallel.use_ep):
         raise AllocMoEError(
             f"{label} needs all tokens of a step in one place, which data or expert parallelism "
             "does not give: use tensor parallelism, or a plan with the scope threshold"
@@ -169,11 +188,18 @@ class PlannedMoERunner(MoERunner):  # type: ignore[misc]
         **kwargs: Any,
     ) -> None:  # fmt: skip
         served = served_by(get_current_vllm_config())
-        if served is not None:
-            layer = served.layer(layer_name)
+        layer = None if served is None else served.layer(layer_name)
+        if served is not None and layer is not None:
+            if layer.index in served.runners:
+                raise AllocMoEError(
+                    f"two MoE layers are called {layer_name}: a plan cannot run with a draft model "
+                    "whose layers have the names of the model's own"
+                )
             router = PlannedRouter(served, layer, moe_config, router, routed_experts)
             served.runners[layer.index] = router
         super().__init__(layer_name, moe_config, router, routed_experts, *args, **kwargs)
+        if isinstance(router, PlannedRouter):
+            router.owner = self
 
     def _apply_quant_method(
         self,
@@ -193,6 +219,11 @@ class PlannedMoERunner(MoERunner):  # type: ignore[misc]
             raise AllocMoEError(
                 "this MoE backend routes inside its kernel, so a token rule cannot act: start vLLM "
                 "with another --moe-backend, or serve a plan without a token rule (alloc-l)"
+            )
+        if getattr(self, "do_naive_dispatch_combine", False):
+            raise AllocMoEError(
+                "this MoE backend gathers the tokens of other ranks before its router, where a "
+                "token rule cannot tell them from padding: serve a plan without one (alloc-l)"
             )
         kernel = own_kernel(self)
         router.skips = kernel is not None
@@ -214,15 +245,22 @@ def served_by(vllm_config: Any) -> Served | None:
         plan, counts = read_settings(vllm_config.additional_config)
         served = None
         if plan is not None:
+            parallel = vllm_config.parallel_config
             # a rank has slots for its own tokens only, so that others look like padding
-            split = vllm_config.parallel_config.decode_context_parallel_size > 1
-            if plan.token.rule != "none" and split:
+            if selects(plan) and parallel.decode_context_parallel_size > 1:
                 raise AllocMoEError(
                     f"{plan.token.label} cannot run with context parallelism: leave out "
                     "--decode-context-parallel-size, or serve a plan without a token rule"
                 )
+            # what the selection reads would be gone after a sleep
+            if selects(plan) and vllm_config.model_config.enable_sleep_mode:
+                raise AllocMoEError(
+                    f"{plan.token.label} cannot run with --enable-sleep-mode: leave it out, or "
+                    "serve a plan without a token rule"
+                )
             served = serve_plan(plan, vllm_config.model_config.hf_text_config, counts)
-            logger.info(served.summary())
+            if parallel.rank == 0 and parallel.data_parallel_rank == 0:
+                logger.info(served.summary())
             if plan.token.scope == "batch" and vllm_config.cache_config.enable_prefix_caching:
                 logger.warning(
                     "allocmoe: in the batch scope an answer depends on what else is in the batch, "
@@ -236,8 +274,14 @@ def served_by(vllm_config: Any) -> Served | None:
 
 def register_runners() -> None:
     """vLLM looks its layers up by the name of their class."""
-    if "MoERunner" in op_registry_oot:
+    other = op_registry_oot.get("MoERunner")
+    if other is PlannedMoERunner:
         return
+    if other is not None:
+        raise AllocMoEError(
+            f"another plugin has put {other.__module__}.{other.__name__} in the place of vLLM's "
+            "MoE layer: name the plugins you want in VLLM_PLUGINS, one of the two left out"
+        )
     PluggableLayer.register_oot(PlannedMoERunner, name="MoERunner")
     # the layer of vLLM's transformers backend for routers that vLLM does not know
     try:

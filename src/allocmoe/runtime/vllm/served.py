@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -36,11 +37,19 @@ class Served:
     counts: bool = False
     runners: dict[int, Runner] = field(default_factory=dict)
 
-    def layer(self, layer_name: str) -> MoELayer:
-        """The MoE layer of a name such as `model.layers.3.mlp.experts`."""
-        numbers = re.findall(r"(?<=\.)\d+(?=\.)", layer_name)
+    def layer(self, layer_name: str) -> MoELayer | None:
+        """The MoE layer of a name such as `model.layers.3.mlp.experts`.
+
+        None for layers that draft tokens, which no plan is about: they call themselves mtp, or
+        their numbers go on after those of the model.
+        """
+        numbers = [int(n) for n in re.findall(r"(?<=\.)\d+(?=\.)", layer_name)]
+        if re.search(r"(^|\.)mtp", layer_name):
+            return None
+        if numbers and numbers[0] >= len(self.moe.decoder_layers):
+            return None
         for layer in self.moe.layers:
-            if numbers and layer.decoder_index == int(numbers[0]):
+            if numbers and layer.decoder_index == numbers[0]:
                 return layer
         raise AllocMoEError(f"the plan knows no MoE layer {layer_name}")
 
@@ -58,6 +67,21 @@ class Served:
         return (
             f"allocmoe: {plan.method} with token rule {plan.token.label}, {plan.budget} of "
             f"{sum(plan.model.k_orig)} activations a token; MoE layers {budgets}"
+        )
+
+
+def selects(plan: Plan) -> bool:
+    """Whether something is decided after the router; otherwise the layer's own top-k is all."""
+    return plan.token.rule != "none" or plan.token.renormalise_over is not None
+
+
+def check_layers(plan: dict[str, Any], layers: Iterable[int]) -> None:
+    """Fail where not all MoE layers of the plan are among those of all workers together."""
+    missing = set(range(len(plan["layer_budgets"]))) - set(layers)
+    if missing:
+        raise AllocMoEError(
+            f"MoE layers {sorted(missing)} do not run through the plan: vLLM runs them in a layer "
+            "of another kind"
         )
 
 
