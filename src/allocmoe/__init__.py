@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from allocmoe.artifacts import (
+        Analysis,
         Benchmark,
         Evaluation,
         Plan,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "AllocMoEError": "allocmoe.errors",
+    "Analysis": "allocmoe.artifacts",
     "Benchmark": "allocmoe.artifacts",
     "Evaluation": "allocmoe.artifacts",
     "Plan": "allocmoe.artifacts",
@@ -60,6 +62,7 @@ _HOME = {
 
 __all__ = [
     "AllocMoEError",
+    "Analysis",
     "Benchmark",
     "Evaluation",
     "Plan",

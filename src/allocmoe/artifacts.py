@@ -205,6 +205,8 @@ class Artifact:
             raise AllocMoEError(
                 f"{where}: schema_version is {version!r}, this allocmoe reads {SCHEMA_VERSION}"
             )
+        # keys that came later are not in earlier files
+        body = {f.name: None for f in fields(cls) if f.default is None} | body
         return decode(cls, body, where)
 
     @classmethod
@@ -229,6 +231,9 @@ class Sensitivity(Artifact):
     # of the unmodified model on the same text
     base_perplexity: float
     seconds: float
+    # of the model as it ran; None in files from before these were kept
+    dtype: str | None = None
+    batch_size: int | None = None
 
     def __post_init__(self) -> None:
         num_layers = len(self.model.k_orig)
@@ -379,6 +384,19 @@ class Evaluation(Artifact):
 
     batch_size: int
     rows: tuple[Quality, ...]
+
+    def __post_init__(self) -> None:
+        if self.text is None:
+            raise AllocMoEError("text is null: an evaluation is on a text")
+        if not self.rows:
+            raise AllocMoEError("rows is empty")
+        num_layers = len(self.model.k_orig)
+        for row in self.rows:
+            for name in ("realised_per_layer", "distinct_per_step"):
+                if (found := len(getattr(row, name))) != num_layers:
+                    raise AllocMoEError(
+                        f"{name} of {row.name} has {found} entries for {num_layers} MoE layers"
+                    )
 
 
 @dataclass(frozen=True)

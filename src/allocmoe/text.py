@@ -13,6 +13,7 @@ import torch
 
 from allocmoe.artifacts import TextInfo
 from allocmoe.errors import AllocMoEError, first_line
+from allocmoe.progress import Progress
 
 # name -> (data set, its configuration, the field with the text, default split, a data file)
 _DATASETS: dict[str, tuple[str, str | None, str, str, str | None]] = {
@@ -84,6 +85,26 @@ def check_disjoint(text: Text, other: Text) -> None:
         raise AllocMoEError(
             f"{shared} sequences of {other.info.source} are also in the text profiled on, "
             f"{text.info.source}: measure on other text"
+        )
+
+
+def check_ids(model: Any, ids: torch.Tensor) -> None:
+    """Before the first forward: an id beyond the embedding is an IndexError deep inside."""
+    rows, largest = model.get_input_embeddings().weight.shape[0], int(ids.max())
+    if largest >= rows:
+        raise AllocMoEError(
+            f"the text has the token id {largest}, but the model's embedding has {rows} rows: "
+            "take the tokenizer that belongs to the model"
+        )
+
+
+def note_length(model: Any, text: Text, progress: Progress) -> None:
+    length = text.info.sequence_length
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if most is not None and length > most:
+        progress.note(
+            f"note: sequences of {length} tokens are longer than the {most} positions of the "
+            "model, whose perplexity may explode there; take a smaller --length"
         )
 
 

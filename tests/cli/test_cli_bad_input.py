@@ -145,6 +145,30 @@ class TestModel:
         assert f"{copy} has no tokenizer" in line
         assert "tokenizer.json" in line
 
+    @pytest.mark.parametrize("verb", ["inspect", "profile"])
+    @pytest.mark.parametrize(
+        "change", [{"hidden_size": "x"}, {"num_attention_heads": 0}, {"hidden_act": "none such"}]
+    )
+    def test_config_that_makes_no_model(
+        self, command: Command, copy: Path, verb: str, change: dict[str, Any]
+    ) -> None:
+        config = json.loads((copy / "config.json").read_text())
+        (copy / "config.json").write_text(json.dumps(config | change))
+        assert fail(*command(verb, copy)).startswith(str(copy))
+
+    @pytest.mark.parametrize("verb", ["profile", "eval", "generate", "analyze", "naee"])
+    def test_tokenizer_larger_than_the_embedding(
+        self, command: Command, make_folder: Callable[..., Path], plan: Path, out: Path, verb: str
+    ) -> None:
+        folder = make_folder(tiny("olmoe", vocab_size=64))
+        naee = ["plan", "--method", "naee", "--budget", "50%", "--model", folder]
+        words = {
+            "analyze": ["analyze", folder, "--plan", plan, *SMALL, "-o", out],
+            "naee": [*naee, *SMALL, "-o", out],
+        }
+        line = fail(*(words[verb] if verb in words else command(verb, folder)))
+        assert "the model's embedding has 64 rows" in line
+
     def test_no_weights(self, command: Command, copy: Path) -> None:
         weights_of(copy).unlink()
         assert f"{copy} cannot be loaded" in fail(*command("profile", copy))
@@ -224,6 +248,16 @@ class TestText:
             assert ran.json["evaluation"]["text"]["sha256"] == text["sha256"]
         else:
             assert "text" in ran.error
+
+    def test_longer_than_the_positions(
+        self, make_folder: Callable[..., Path], plan: Path, out: Path
+    ) -> None:
+        folder = make_folder(tiny("olmoe", vocab_size=300, max_position_embeddings=31))
+        note = "32 tokens are longer than the 31 positions"
+        assert succeed("profile", folder, *SMALL, "-o", out).err.count(note) == 1
+        assert succeed("eval", folder, "--plan", plan, *SMALL).err.count(note) == 1
+        fitting = ["--sequences", "4", "--length", "31"]
+        assert "positions" not in succeed("eval", folder, "--plan", plan, *fitting).err
 
 
 class TestBudget:
@@ -353,6 +387,23 @@ class TestArtefact:
         file.write_text(json.dumps(document))
         assert f"{file}: token: the key 'scope' is missing" in fail("inspect", file)
 
+    @pytest.mark.parametrize(
+        ("change", "words"),
+        [
+            ({"text": None}, "text is null"),
+            ({"rows": []}, "rows is empty"),
+            ({"distinct_per_step": []}, "distinct_per_step of unmodified has 0 entries for 4"),
+            ({"realised_per_layer": [1]}, "realised_per_layer of unmodified has 1 entries for 4"),
+        ],
+    )
+    def test_changed_evaluation(
+        self, model: Path, plan: Path, out: Path, change: dict[str, Any], words: str
+    ) -> None:
+        document = succeed("eval", model, "--plan", plan, *SMALL, "--json").json
+        (document if change.keys() <= document.keys() else document["rows"][0]).update(change)
+        out.write_text(json.dumps(document))
+        assert f"{out}: {words}" in fail("inspect", out)
+
     def test_missing_file(self, model: Path, tmp_path: Path) -> None:
         file = tmp_path / "none.json"
         assert f"{file}: no such file" in fail("eval", model, "--plan", file, *SMALL)
@@ -374,8 +425,17 @@ class TestOption:
     @pytest.mark.parametrize("method", ["alloc-l", "alloc-moe"])
     def test_method_needs_a_sensitivity(self, model: Path, out: Path, method: str) -> None:
         options = ["--method", method, "--budget", "50%", "-o", out]
-        assert "needs a sensitivity" in fail("plan", *options, "--model", model)
-        assert "sensitivity" in fail("plan", *options)
+        for more in (["--model", model], []):
+            assert "needs a --sensitivity" in fail("plan", *options, *more)
+
+    def test_the_scope_that_needs_a_model(self, sensitivity: Path, out: Path) -> None:
+        options = ["--method", "alloc-moe", "--budget", "50%", "--sensitivity", sensitivity]
+        line = fail("plan", *options, "--scope", "threshold", "-o", out)
+        assert "the scope threshold needs --model" in line
+
+    def test_a_model_that_does_not_renormalise(self, model: Path, out: Path) -> None:
+        options = ["--method", "uniform", "--budget", "50%", "--model", model, "-o", out]
+        assert "has no meaning here" in fail("plan", *options, "--renormalise-over", "2")
 
     @pytest.mark.parametrize("method", ["lexi", "naee", "dynamic-moe"])
     def test_method_needs_a_model(self, sensitivity: Path, out: Path, method: str) -> None:
@@ -421,6 +481,28 @@ class TestOption:
     ) -> None:
         monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", reads_weights)
         assert "'gpu'" in fail("profile", model, "--device", "gpu", *SMALL, "-o", out)
+
+    @pytest.mark.parametrize(
+        ("options", "words"),
+        [
+            (["--context", "around"], "needs the budget"),
+            (["--budget", "50%"], "takes no budget"),
+            (["--grid", "5"], "grid of k must lie in 1..4"),
+            (["--batch-size", "0"], "batch_size must be 1 or more"),
+            (["-o", "/dev/null/s.json"], "cannot be written"),
+            (["--token-rule", "batch", "--k-base", "7"], "at most the model's own k of 4: 7"),
+        ],
+    )
+    def test_profile_is_refused_before_weights_are_read(
+        self,
+        command: Command,
+        model: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        options: list[str],
+        words: str,
+    ) -> None:
+        monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", reads_weights)
+        assert words in fail(*command("profile", model), *options)
 
     @pytest.mark.parametrize("grid", ["0", "5", "1.5", "nan", "inf"])
     def test_grid_outside_the_model(self, model: Path, out: Path, grid: str) -> None:
@@ -508,6 +590,19 @@ class TestNotFinite:
         line = fail("profile", folder, *SMALL, "-o", out)
         assert "the perplexity of the unmodified model is" in line
         assert "unmodified is" in fail("eval", folder, "--plan", plan, *SMALL)
+        assert list(out.parent.iterdir()) == []
+
+    @pytest.mark.parametrize("method", ["naee", "dynamic-moe", "alloc-t"])
+    def test_routing(
+        self, make_folder: Callable[[PreTrainedModel], Path], plan: Path, out: Path, method: str
+    ) -> None:
+        broken = tiny("olmoe", vocab_size=300)
+        with torch.no_grad():
+            broken.model.layers[1].mlp.experts.down_proj[0].fill_(float("nan"))
+        folder, hint = make_folder(broken), "the weights themselves may be broken"
+        options = ["--method", method, "--scope", "threshold", "--budget", "50%", "-o", out]
+        assert hint in fail("plan", *options, "--model", folder, *SMALL)
+        assert hint in fail("analyze", folder, "--plan", plan, *SMALL, "-o", out)
         assert list(out.parent.iterdir()) == []
 
     def test_names_the_layer_and_k(

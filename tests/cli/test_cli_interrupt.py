@@ -11,6 +11,7 @@ import pytest
 from cli_runner import TIMEOUT_SECONDS, finish, start, succeed
 
 from allocmoe.artifacts import Sensitivity
+from allocmoe.cli.common import resume_hint
 
 # seconds of work, of which the first row is less than half
 LONG = ("--sequences", "48", "--length", "256", "--batch-size", "8")
@@ -25,6 +26,15 @@ def uninterrupted(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Sens
     file = tmp_path_factory.mktemp("uninterrupted") / "sensitivity.json"
     succeed("profile", model, *LONG, "-o", file)
     return Sensitivity.load(file)
+
+
+def test_the_hint_tells_what_is_there(tmp_path: Path) -> None:
+    rows, profile = tmp_path / "s.json.partial", tmp_path / "s.json"
+    assert resume_hint(rows, [profile]) == "no row was finished yet"
+    profile.touch()
+    assert resume_hint(rows, [profile]) == f"run it again: {profile} will be used"
+    rows.touch()
+    assert "--resume" in resume_hint(rows, [profile])
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])

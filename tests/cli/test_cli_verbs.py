@@ -238,6 +238,8 @@ class TestEval:
         assert "lexi was made for other weights" in ran.err
         assert "uniform was made for other weights" not in ran.err
         assert "other weights" not in succeed("eval", model, "--plan", lexi, *SMALL).err
+        words = ["--plan", lexi, "--prompt", "one two", "--max-new-tokens", "1"]
+        assert "other weights" in succeed("generate", other, *words).err
 
 
 class TestCompare:

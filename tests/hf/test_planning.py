@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from allocmoe.errors import AllocMoEError
 from allocmoe.models import inspect_model
 from allocmoe.planning.methods import METHODS, Planner
 from allocmoe.profiling.lexi import lexi_distances
+from allocmoe.progress import Progress
 from allocmoe.solver import solve_frontier
 from tiny import tiny
 
@@ -51,7 +53,7 @@ def test_every_method_keeps_its_budget(family: str) -> None:
 
 
 @pytest.mark.parametrize("rule", ["alloc-t", "naee"])
-@pytest.mark.parametrize("family", ["olmoe", "deepseek_v2", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["olmoe", "deepseek_v2", "qwen3_moe", "phimoe"])
 def test_calibrated_layers_meet_their_budget_on_the_text(family: str, rule: Any) -> None:
     model = tiny(family)
     plan = allocmoe.make_plan(rule, "60%", model=model, text=TEXT, scope="threshold", batch_size=2)
@@ -82,6 +84,36 @@ def test_alloc_l_is_the_best_split_of_its_own_sensitivity() -> None:
     for method in ("uniform", "ascending", "descending"):
         other = allocmoe.make_plan(method, 9, sensitivity=sensitivity).layer_budgets  # type: ignore[arg-type]
         assert own <= sum(cost[layer][int(k) - 1] for layer, k in enumerate(other)) + 1e-12
+
+
+def test_a_full_budget_is_all_of_it_whatever_a_noisy_row_says() -> None:
+    measured = allocmoe.profile(tiny("olmoe"), TEXT)
+    rows = [list(row) for row in measured.perplexity]
+    rows[1][2] = 0.9 * rows[1][3]
+    noisy = replace(measured, perplexity=tuple(map(tuple, rows)))
+    for method in ("alloc-l", "alloc-moe"):
+        full = allocmoe.solve(noisy, "100%", method=method)  # type: ignore[arg-type]
+        assert full.layer_budgets == (4.0, 4.0, 4.0, 4.0)
+        assert full.predicted_loss == pytest.approx(0)
+    notes: list[str] = []
+    progress = Progress()
+    progress.note = notes.append  # type: ignore[method-assign]
+    plan = Planner(measured.model, sensitivity=noisy, progress=progress).plan("alloc-l", 15)
+    assert plan.budget_used < 15
+    assert "more would not help" in notes[0]
+
+
+def test_a_plan_remembers_the_weights_that_were_profiled() -> None:
+    measured = allocmoe.profile(tiny("olmoe"), TEXT)
+    unread = replace(measured.model, fingerprint=None)
+    plan = Planner(unread, sensitivity=measured).plan("alloc-l", 8)
+    assert plan.model.fingerprint == measured.model.fingerprint is not None
+    notes: list[str] = []
+    progress = Progress()
+    progress.note = notes.append  # type: ignore[method-assign]
+    other = replace(measured.model, fingerprint="0" * 16)
+    Planner(other, sensitivity=measured, progress=progress).plan("alloc-l", 8)
+    assert "other weights" in notes[0]
 
 
 def test_solving_with_a_profile_of_the_token_rule() -> None:

@@ -208,6 +208,53 @@ def test_resume_refuses_what_has_changed(tmp_path: Path) -> None:
     assert json.loads(partial)["kind"] == "allocmoe.profile-in-progress"
 
 
+class Notes(Progress):
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def note(self, line: str) -> None:
+        self.lines.append(line)
+
+
+@pytest.mark.parametrize(
+    ("scope", "change", "same"),
+    [
+        (None, {}, True),
+        (None, {"batch_size": 1}, True),
+        (None, {"model": tiny("olmoe").bfloat16()}, False),
+        ("sequence", {"batch_size": 1}, True),
+        ("batch", {}, True),
+        ("batch", {"batch_size": 1}, False),
+    ],
+)
+def test_a_finished_profile_is_used_again_if_it_is_the_same(
+    tmp_path: Path, scope: Any, change: dict[str, Any], same: bool
+) -> None:
+    token = TokenRule() if scope is None else TokenRule("alloc-t", scope)
+    options: dict[str, Any] = dict(
+        model=tiny("olmoe"), text=TEXT, token=token, ks=[1], save_to=tmp_path / "S.json"
+    )
+    finished, notes = allocmoe.profile(**options), Notes()
+    again = allocmoe.profile(**options | change, resume=True, progress=notes)
+    assert (again.created, again.seconds) == (finished.created, finished.seconds) or not same
+    assert any("used again" in line for line in notes.lines) == same
+    assert (again.dtype, again.batch_size) == (
+        "bfloat16" if "model" in change else "float32",
+        4 if same else change.get("batch_size", 4),
+    )
+
+
+def test_a_finished_profile_that_does_not_tell_its_dtype_is_made_anew(tmp_path: Path) -> None:
+    model, file, notes = tiny("olmoe"), tmp_path / "S.json", Notes()
+    earlier = allocmoe.profile(model, TEXT, ks=[1], save_to=file).to_json()
+    del earlier["dtype"], earlier["batch_size"]
+    file.write_text(json.dumps(earlier))
+    assert Sensitivity.load(file).dtype is None
+    allocmoe.profile(model, TEXT, ks=[1], save_to=file, resume=True, progress=notes)
+    assert not any("used again" in line for line in notes.lines)
+    assert Sensitivity.load(file).dtype == "float32"
+
+
 def test_a_loss_that_is_not_finite_is_named() -> None:
     model = tiny("olmoe")
     layer = inspect_model(model).layers[2]

@@ -13,6 +13,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,8 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 
 import allocmoe
+from allocmoe.cli.main import make_parser
+from allocmoe.errors import AllocMoEError
 from allocmoe.models.load import load_model
 
 STARTS_WITHIN_SECONDS = 240
@@ -117,6 +120,49 @@ def test_a_served_plan_shows_itself(trained: str, plan: Path, tmp_path: Path) ->
         assert "alloc-t/batch, 24 of 48 activations a token" in log.read_text()
     assert answers[0] == answers[1]
     assert len(set(answers[0].split())) > 1
+
+
+def test_options_reach_vllm_as_it_reads_them(
+    trained: str, plan: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With underscores too; what would take the plan out again is refused."""
+    given: list[list[str]] = []
+    monkeypatch.setattr(os, "execv", lambda file, words: given.append(words))
+    monkeypatch.setenv("VLLM_PLUGINS", "mine")
+
+    def serve(*options: str) -> None:
+        args = make_parser().parse_args(["serve", trained, "--plan", str(plan), *options])
+        args.run(args)
+
+    serve("--additional_config", '{"other": 1}', "--max_model_len=64")
+    at = given[0].index("--additional-config")
+    assert json.loads(given[0][at + 1]) == {
+        "other": 1,
+        "allocmoe": {"plan": json.loads(plan.read_text())},
+    }
+    assert given[0].count("--additional-config") == 1
+    assert given[0][-1] == "--max-model-len=64"
+    assert os.environ["VLLM_PLUGINS"] == "mine,allocmoe"
+    for option in (["--additional-config.other", "1"], ["--worker_extension_cls", "a.B"]):
+        with pytest.raises(AllocMoEError, match=r"--additional-config|--worker-extension-cls"):
+            serve(*option)
+    assert len(given) == 1
+
+
+def test_what_vllm_opens_only_by_name_stays_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from allocmoe.cli import serve
+
+    points = {
+        "vllm.general_plugins": ["allocmoe", "lora_hf_hub_resolver", "ours", "both"],
+        "vllm.endpoint_plugins": ["allocmoe", "both"],
+    }
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    monkeypatch.setattr(
+        serve,
+        "entry_points",
+        lambda group: [SimpleNamespace(name=name) for name in points.get(group, [])],
+    )
+    assert serve._plugins() == "ours,allocmoe"
 
 
 def test_a_foreign_plan_stops_before_vllm_starts(trained: str, plan: Path, tmp_path: Path) -> None:

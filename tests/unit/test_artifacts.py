@@ -116,7 +116,8 @@ def test_golden_file_loads_and_encodes_to_the_same_data(path: Path) -> None:
     data = json.loads(path.read_text())
     artifact = load_artifact(path)
     assert type(artifact) is KINDS[data["kind"]]
-    assert artifact.to_json() == data
+    later = {"dtype": None, "batch_size": None} if isinstance(artifact, Sensitivity) else {}
+    assert artifact.to_json() == later | data
 
 
 # --- what is refused ---------------------------------------------------------------------------

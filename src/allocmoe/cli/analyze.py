@@ -33,6 +33,7 @@ def run(args: argparse.Namespace) -> None:
     from allocmoe.cli.tables import analysis_table, sweep_table
     from allocmoe.codec import check_writable
     from allocmoe.evaluation.analysis import analyze
+    from allocmoe.models import inspect_model
     from allocmoe.planning.sweeps import sweep_k_base, sweep_texts
 
     check_writable(Path(args.output))
@@ -45,6 +46,7 @@ def run(args: argparse.Namespace) -> None:
         for name in args.sweep_texts or []
     }
     model = common.load_model(args)
+    common.note_other_weights({args.plan: plan}, inspect_model(model).info)
     progress = common.make_progress()
     options = {"batch_size": args.batch_size, "progress": progress}
     k_base_rows = sweep_k_base(model, plan, text, **options) if args.sweep_k_base else []
@@ -63,6 +65,6 @@ def run(args: argparse.Namespace) -> None:
     for title, rows in (("k_base", k_base_rows), ("calibration text", text_rows)):
         if rows:
             common.console.print(sweep_table(title, rows))
-    common.console.print(f"saved in {args.output}")
+    common.console.print(f"saved in {args.output}", soft_wrap=True)
     if args.json:
         common.print_json(result.to_json())

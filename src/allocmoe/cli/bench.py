@@ -110,12 +110,7 @@ def run(args: argparse.Namespace) -> None:
         if name in plans:
             raise AllocMoEError(f"a plan file and a method have the same name {name}")
         plans[name] = plan
-    info = inspect_model(model).info
-    for name, plan in plans.items():
-        if plan.model.fingerprint not in (None, info.fingerprint):
-            common.console.print(
-                f"note: {name} was made for other weights of this architecture", style="yellow"
-            )
+    common.note_other_weights(plans, inspect_model(model).info)
     result = benchmark(
         model,
         plans,
@@ -131,7 +126,7 @@ def run(args: argparse.Namespace) -> None:
     common.console.print(*benchmark_tables(result), sep="\n")
     if args.output:
         result.save(args.output)
-        common.console.print(f"saved in {args.output}")
+        common.console.print(f"saved in {args.output}", soft_wrap=True)
     if args.json:
         common.print_json(result.to_json())
 

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -31,12 +31,14 @@ from allocmoe.progress import Bar, Progress
 if TYPE_CHECKING:
     from torch import nn
 
+    from allocmoe.artifacts import ModelInfo, Plan
     from allocmoe.models import MoEModel
     from allocmoe.runtime.vllm.engine import VllmEngine
     from allocmoe.text import Text
 
-# human text goes to stderr, so that stdout holds the JSON document alone
-console = Console(stderr=True, highlight=False)
+# human text goes to stderr, so that stdout holds the JSON document alone; paths and names in it may
+# hold brackets and colons, which are not markup
+console = Console(stderr=True, highlight=False, markup=False, emoji=False)
 
 # bad input and an interrupted run alike: nothing is lost, and the line says how to go on
 FAILED = 2
@@ -337,7 +339,8 @@ def load_named_text(
     text = load(source, tokenizer, sequences=sequences, length=length, skip=skip)
     found = text.info.num_sequences
     if found < sequences:
-        console.print(f"note: {source} has {found} such sequences, not {sequences}", style="yellow")
+        line = f"note: {source} has {found} such sequences, not {sequences}"
+        console.print(line, style="yellow", soft_wrap=True)
     return text
 
 
@@ -350,11 +353,22 @@ def add_eval_text_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--eval-sequences", type=int, default=16, help="how many (default 16)")
 
 
-def resume_hint(partial: str | Path) -> str:
-    """How to go on after an interrupted profile."""
-    if not Path(partial).exists():
-        return "no row was finished yet"
-    return f"finished rows are in {partial}, go on with --resume"
+def note_other_weights(plans: Mapping[str, Plan], info: ModelInfo) -> None:
+    for name, plan in plans.items():
+        if info.fingerprint is not None and plan.model.fingerprint not in (None, info.fingerprint):
+            console.print(
+                f"note: {name} was made for other weights of this architecture", style="yellow"
+            )
+
+
+def resume_hint(partial: str | Path, profiles: Iterable[Path] = ()) -> str:
+    """How to go on after an interruption: with a profile's rows, or with finished `profiles`."""
+    if Path(partial).exists():
+        return f"finished rows are in {partial}, go on with --resume"
+    finished = sorted(str(file) for file in profiles if file.exists())
+    if finished:
+        return f"run it again: {', '.join(finished)} will be used"
+    return "no row was finished yet"
 
 
 def print_json(document: Any) -> None:
@@ -372,11 +386,11 @@ class Drawn(Progress):
     @contextmanager
     def bar(self, label: str, total: float) -> Iterator[Bar]:
         columns = (
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             TaskProgressColumn(),
-            TextColumn("{task.fields[note]}"),
-            TextColumn("{task.fields[speed]}"),
+            TextColumn("{task.fields[note]}", markup=False),
+            TextColumn("{task.fields[speed]}", markup=False),
             TimeElapsedColumn(),
             TextColumn("left"),
             TimeRemainingColumn(),
@@ -386,7 +400,7 @@ class Drawn(Progress):
             yield _DrawnBar(drawing, task)
 
     def note(self, line: str) -> None:
-        console.print(line, style="dim")
+        console.print(line, style="dim", soft_wrap=True)
 
 
 class _DrawnBar:

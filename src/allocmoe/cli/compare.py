@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> None:
         raise AllocMoEError("the result is JSON, the table beside it is .md: name the output .json")
     check_writable(output)
     kept = output.with_name(f"{output.stem}-sensitivity.json")
-    args.interrupted_hint = lambda: common.resume_hint(f"{kept}.partial")
+    args.interrupted_hint = lambda: common.resume_hint(f"{kept}.partial", [kept])
     sensitivity = Sensitivity.load(args.sensitivity) if args.sensitivity else None
     info = common.load_skeleton(args).info
     for budget in args.budgets:
@@ -75,6 +75,7 @@ def run(args: argparse.Namespace) -> None:
             context=make_context("paper", info.k_orig, None, TokenRule()),
             token=TokenRule(),
             ks=grid(None, info.k_orig, TokenRule()),
+            dtype=str(model.dtype),
         )
         if sensitivity is not None:
             progress.note(f"{kept} fits and is used again")
@@ -101,6 +102,6 @@ def run(args: argparse.Namespace) -> None:
     result.save(output)
     write_text(output.with_suffix(".md"), quality_markdown(result))
     common.console.print(quality_table(result))
-    common.console.print(f"saved in {output} and {output.with_suffix('.md')}")
+    common.console.print(f"saved in {output} and {output.with_suffix('.md')}", soft_wrap=True)
     if args.json:
         common.print_json(result.to_json())

@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> None:
     page = write_report(directory).page
     common.console.print(quality_table(result))
     seconds = time.monotonic() - began
-    common.console.print(f"done in {seconds:.0f} s; open {page} in a browser")
+    common.console.print(f"done in {seconds:.0f} s; open {page} in a browser", soft_wrap=True)
     if args.json:
         common.print_json({"report": str(page), "evaluation": result.to_json()})
 

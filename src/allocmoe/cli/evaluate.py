@@ -89,13 +89,7 @@ def run(args: argparse.Namespace) -> None:
     else:
         model = common.load_model(args)
         info = inspect_model(model).info
-    for name, plan in plans.items():
-        if None not in (plan.model.fingerprint, info.fingerprint) and (
-            plan.model.fingerprint != info.fingerprint
-        ):
-            common.console.print(
-                f"note: {name} was made for other weights of this architecture", style="yellow"
-            )
+    common.note_other_weights(plans, info)
     result: Evaluation | TaskEvaluation
     if args.tasks is None:
         result = evaluate(
@@ -119,6 +113,6 @@ def run(args: argparse.Namespace) -> None:
         common.console.print(task_table(result))
     if args.output:
         result.save(args.output)
-        common.console.print(f"saved in {args.output}")
+        common.console.print(f"saved in {args.output}", soft_wrap=True)
     if args.json:
         common.print_json(result.to_json())

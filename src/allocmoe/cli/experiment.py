@@ -137,7 +137,7 @@ def run(args: argparse.Namespace) -> None:
                 f"note: {len(agenda.left_out)} cells could not be had; --retry tries them again",
                 style="yellow",
             )
-        common.console.print(f"tables and figures are in {page}")
+        common.console.print(f"tables and figures are in {page}", soft_wrap=True)
     if args.json:
         common.print_json(
             {

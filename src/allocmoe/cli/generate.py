@@ -28,6 +28,7 @@ def run(args: argparse.Namespace) -> None:
     from allocmoe.cli.tables import activity_table
     from allocmoe.models import inspect_model
     from allocmoe.runtime.hf import Controller, apply
+    from allocmoe.text import check_ids
 
     if args.max_new_tokens < 1:
         raise AllocMoEError(f"--max-new-tokens must be 1 or more, not {args.max_new_tokens}")
@@ -38,13 +39,16 @@ def run(args: argparse.Namespace) -> None:
     tokenizer = common.load_tokenizer(args)
     if not all(tokenizer(prompt).input_ids for prompt in args.prompt):
         raise AllocMoEError("a prompt is empty: give it at least one token")
-    model = common.load_model(args)
     # a batch is padded on the left, so that every sequence ends where the new token begins
     tokenizer.padding_side = "left"
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
     inputs = tokenizer(args.prompt, return_tensors="pt", padding=True)
     inputs.pop("token_type_ids", None)
+    check_ids(skeleton.model, inputs["input_ids"])
+    model = common.load_model(args)
+    if plan is not None:
+        common.note_other_weights({args.plan: plan}, inspect_model(model).info)
     inputs = inputs.to(model.get_input_embeddings().weight.device)  # type: ignore[operator]
     controlled = (
         Controller(inspect_model(model), TokenRule()) if plan is None else apply(model, plan)

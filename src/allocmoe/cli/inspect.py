@@ -6,8 +6,6 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from allocmoe.cli import common
 
 NAME = "inspect"
@@ -69,18 +67,21 @@ def _artifact(path: str) -> dict[str, Any]:
     if text is not None:
         facts.append(f"text {text.source}, {text.num_sequences} x {text.sequence_length} tokens")
     facts.append(f"made {artifact.created}")
-    facts.append(", ".join(f"{name} {version}" for name, version in artifact.versions.items()))
-    common.console.print("\n".join(facts), style="dim")
+    common.console.print("\n".join(facts), style="dim", soft_wrap=True)
+    versions = ", ".join(f"{name} {version}" for name, version in artifact.versions.items())
+    common.console.print(versions, style="dim")
     return artifact.to_json()
 
 
 def _model(args: argparse.Namespace) -> dict[str, Any]:
     from dataclasses import asdict
 
+    from allocmoe.cli.tables import NumberTable
+
     args.model = args.target
     moe = common.load_skeleton(args)
     info, family = moe.info, moe.family
-    table = Table(
+    table = NumberTable(
         title=f"{info.id}: {info.family}, {len(info.k_orig)} MoE layers of "
         f"{len(moe.decoder_layers)}",
         caption=f"budgets from {len(info.k_orig)} to {sum(info.k_orig)} activations a token; "
@@ -89,7 +90,7 @@ def _model(args: argparse.Namespace) -> dict[str, Any]:
     )
     for name in ("MoE layer", "experts", "k_orig"):
         table.add_column(name, justify="right")
-    table.add_column("module")
+    table.add_column("module", overflow="fold")
     for layer in moe.layers:
         table.add_row(str(layer.index), str(layer.num_experts), str(layer.k_orig), layer.name)
     common.console.print(table)

@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> None:
     directory = Path(args.output)
     check_writable(directory / "plan.json")
     args.interrupted_hint = lambda: common.resume_hint(
-        next(directory.glob("*.partial"), directory / "none")
+        next(directory.glob("*.partial"), directory / "none"), directory.glob("sensitivity-*.json")
     )
     parse_budget(args.budget, common.load_skeleton(args).info.k_orig)
     text, eval_text = common.load_text_pair(args, common.load_tokenizer(args))
@@ -76,7 +76,8 @@ def run(args: argparse.Namespace) -> None:
     common.console.print(quality_table(result.evaluation, best=result.name))
     common.console.print(
         f"{result.name} measures best and is in {args.output}/plan.json; "
-        f"the table is in {args.output}/candidates.json"
+        f"the table is in {args.output}/candidates.json",
+        soft_wrap=True,
     )
     if args.json:
         common.print_json(

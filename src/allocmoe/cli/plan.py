@@ -57,7 +57,14 @@ def run(args: argparse.Namespace) -> None:
     from allocmoe.cli.tables import plan_table
     from allocmoe.codec import check_writable
     from allocmoe.models import inspect_model
-    from allocmoe.planning.methods import METHODS, NEEDS_TEXT, NEEDS_WEIGHTS, Planner
+    from allocmoe.planning.methods import (
+        METHODS,
+        NEEDS_SENSITIVITY,
+        NEEDS_TEXT,
+        NEEDS_WEIGHTS,
+        Planner,
+    )
+    from allocmoe.runtime.control import renormalises
     from allocmoe.solver import parse_budget
 
     if args.method not in METHODS:
@@ -66,14 +73,23 @@ def run(args: argparse.Namespace) -> None:
     sensitivity = Sensitivity.load(args.sensitivity) if args.sensitivity else None
     threshold = args.scope == "threshold" and args.method in ("alloc-t", "alloc-moe")
     weights = args.method in NEEDS_WEIGHTS or threshold
-    if args.model is None and (weights or sensitivity is None):
+    if args.method in NEEDS_SENSITIVITY and sensitivity is None:
         raise AllocMoEError(
-            f"the method {args.method} needs --model" + ("" if weights else " or a --sensitivity")
+            f"the method {args.method} needs a --sensitivity: make one with `allocmoe profile`"
         )
+    if args.model is None and (weights or sensitivity is None):
+        what = "the scope threshold" if threshold else f"the method {args.method}"
+        raise AllocMoEError(f"{what} needs --model" + ("" if weights else " or a --sensitivity"))
     model = text = None
     if args.model is not None:
-        info = common.load_skeleton(args).info
+        skeleton = common.load_skeleton(args)
+        info = skeleton.info
         parse_budget(args.budget, info.k_orig)
+        keeps = not renormalises(skeleton.layers[0], skeleton.family)
+        if args.renormalise_over is not None and keeps:
+            raise AllocMoEError(
+                "--renormalise-over has no meaning here: this model leaves its weights as they are"
+            )
         if args.method in NEEDS_TEXT or threshold:
             text = common.load_text(args, common.load_tokenizer(args))
         if weights:
@@ -97,6 +113,6 @@ def run(args: argparse.Namespace) -> None:
     ).plan(args.method, args.budget)
     plan.save(args.output)
     common.console.print(plan_table(plan))
-    common.console.print(f"saved in {args.output}")
+    common.console.print(f"saved in {args.output}", soft_wrap=True)
     if args.json:
         common.print_json(plan.to_json())

@@ -48,23 +48,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     from allocmoe.artifacts import TokenRule
     from allocmoe.cli.tables import sensitivity_table
-    from allocmoe.profiling.profile import better_cut, profile
+    from allocmoe.profiling.profile import better_cut, check_settings, profile
     from allocmoe.profiling.ranks import torchrun_ranks
     from allocmoe.progress import Progress
 
     args.interrupted_hint = lambda: common.resume_hint(f"{args.output}.partial")
     with torchrun_ranks() as ranks:
         chief = ranks.rank == 0
-        common.load_skeleton(args)
+        k_orig = common.load_skeleton(args).k_orig
         common.engine_options(args)
+        rule = args.token_rule
+        token = TokenRule() if rule == "none" else TokenRule("alloc-t", rule, args.k_base)
+        check_settings(
+            k_orig,
+            args.context,
+            args.budget,
+            token,
+            args.grid,
+            args.batch_size,
+            args.output,
+            args.resume,
+        )
         text = common.load_text(args, common.load_tokenizer(args))
         model: Any
         if args.engine == "vllm":
             model = common.load_engine(args, text.ids.shape[1])
         else:
             model = common.load_model(args)
-        rule = args.token_rule
-        token = TokenRule() if rule == "none" else TokenRule("alloc-t", rule, args.k_base)
         result = profile(
             model,
             text,
@@ -89,6 +99,6 @@ def run(args: argparse.Namespace) -> None:
             "like what you serve, or let `allocmoe optimize` measure",
             style="yellow",
         )
-    common.console.print(f"saved in {args.output}")
+    common.console.print(f"saved in {args.output}", soft_wrap=True)
     if args.json:
         common.print_json(result.to_json())

@@ -28,7 +28,6 @@ def run(args: argparse.Namespace) -> None:
         f"{len(written.artifacts)} artefacts, {len(written.plots) // 2} plots: saved in "
         f"{written.page}",
         soft_wrap=True,
-        markup=False,
     )
     if args.json:
         common.print_json(

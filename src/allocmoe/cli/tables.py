@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
+from dataclasses import replace
 from statistics import fmean
 
 from rich import box
-from rich.table import Table
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Column, Table
+from rich.text import Text
 
 from allocmoe.artifacts import (
     Analysis,
@@ -32,10 +36,65 @@ _COLUMNS = (
     "top-1",
     "experts",
 )
+# what a long name in the first column folds to at least
+_NAME_WIDTH = 16
+
+
+class NumberTable(Table):
+    """Cuts no number: columns that do not fit go on in a block below, beside the first one again.
+
+    Where overflow is "fold", long names in the first column and headers of the others may fold.
+    """
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        needs = [self._need(console, options, column) for column in self.columns]
+        room = options.max_width - self._extra_width
+        widths = self._calculate_column_widths(console, options.update_width(room))
+        if all(width >= need for width, need in zip(widths, needs, strict=True)):
+            yield from super().__rich_console__(console, options)
+            return
+        blocks: list[list[int]] = []
+        left = 0
+        for index, need in enumerate(needs[1:], start=1):
+            # a column takes a line of the box too, and there is one more
+            left -= need + 1
+            if left < 0:
+                blocks.append([0])
+                left = options.max_width - (1 + needs[0] + 1 + need + 1)
+            blocks[-1].append(index)
+        for block in blocks:
+            part = copy(self)
+            part.title = self.title if block is blocks[0] else None
+            # the last block may be too narrow for it
+            part.caption = None
+            part.columns = []
+            left = options.max_width - 1 - sum(needs[index] + 1 for index in block)
+            for index in block:
+                column = self.columns[index]
+                wide = self._measure_column(console, _unbounded(options), column).maximum
+                more = max(0, min(left, wide - needs[index]))
+                left -= more
+                width = needs[index] + more - self._get_padding_width(index)
+                part.columns.append(replace(column, width=width))
+            yield from Table.__rich_console__(part, console, options)
+        if isinstance(self.caption, str):
+            yield console.render_str(self.caption, style="table.caption", highlight=False)
+
+    def _need(self, console: Console, options: ConsoleOptions, column: Column) -> int:
+        """The width, with its padding, under which something in the column would be cut."""
+        fold = column.overflow == "fold"
+        kept = replace(column, header="") if fold else column
+        span = self._measure_column(console, _unbounded(options), kept)
+        need = span.maximum if column.no_wrap else span.minimum
+        return min(need, _NAME_WIDTH) if fold and column is self.columns[0] else need
+
+
+def _unbounded(options: ConsoleOptions) -> ConsoleOptions:
+    return options.update(width=1 << 16)
 
 
 def plain_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
+    table = NumberTable(box=box.SIMPLE_HEAD, padding=(0, 1))
     for name in columns:
         table.add_column(name)
     for row in rows:
@@ -47,7 +106,7 @@ def quality_table(evaluation: Evaluation, best: str | None = None) -> Table:
     """One row a plan; `best` is marked, or else the lowest perplexity at each budget is."""
     text = evaluation.text
     assert text is not None
-    table = Table(
+    table = NumberTable(
         title_justify="left",
         caption_justify="left",
         title=f"{evaluation.model.id} on {text.source}, "
@@ -58,8 +117,9 @@ def quality_table(evaluation: Evaluation, best: str | None = None) -> Table:
         box=box.SIMPLE_HEAD,
         padding=(0, 0),
     )
-    for name in _COLUMNS:
-        table.add_column(name, justify="left" if name == "plan" else "right", no_wrap=True)
+    table.add_column("plan", overflow="fold")
+    for name in _COLUMNS[1:]:
+        table.add_column(name, justify="right", no_wrap=True)
     winners = {best} if best is not None else _winners(evaluation.rows)
     for row in evaluation.rows:
         table.add_row(*_cells(row), style="bold green" if row.name in winners else None)
@@ -98,7 +158,7 @@ def _winners(rows: Sequence[Quality]) -> set[str]:
 
 
 def task_table(evaluation: TaskEvaluation) -> Table:
-    table = Table(
+    table = NumberTable(
         title_justify="left",
         caption_justify="left",
         title=f"{evaluation.model.id}: {task_title(evaluation)}",
@@ -107,15 +167,18 @@ def task_table(evaluation: TaskEvaluation) -> Table:
         padding=(0, 0),
     )
     columns, rows = task_summary(evaluation)
-    for name in columns:
-        table.add_column(name, justify="left" if name == "plan" else "right", overflow="fold")
+    table.add_column("plan", overflow="fold")
+    for name in columns[1:3]:
+        table.add_column(name, justify="right")
+    for name in columns[3:]:
+        table.add_column(name, justify="right", overflow="fold")
     for row in rows:
         table.add_row(*row)
     return table
 
 
 def plan_table(plan: Plan) -> Table:
-    table = Table(
+    table = NumberTable(
         title_justify="left",
         caption_justify="left",
         title=f"{plan.method}, {plan.model.id}: {plan.budget_used:g} of {sum(plan.model.k_orig)}",
@@ -147,7 +210,7 @@ def sensitivity_table(sensitivity: Sensitivity) -> Table:
     ks = sorted({k for row in sensitivity.ks for k in row})
     cost = sensitivity.cost("log")
     largest = max((max(row) for row in cost), default=0.0) or 1.0
-    table = Table(
+    table = NumberTable(
         title_justify="left",
         caption_justify="left",
         title=f"sensitivity of {sensitivity.model.id} in the context {sensitivity.context.name}",
@@ -164,16 +227,16 @@ def sensitivity_table(sensitivity: Sensitivity) -> Table:
     return table
 
 
-def _heat(value: float | None, largest: float) -> str:
+def _heat(value: float | None, largest: float) -> Text:
     if value is None:
-        return ""
+        return Text()
     share = value / largest
     style = "red" if share > 0.5 else "yellow" if share > 0.2 else "green"
-    return f"[{style}]{value:.4f}[/]"
+    return Text(f"{value:.4f}", style)
 
 
 def analysis_table(analysis: Analysis) -> Table:
-    table = Table(
+    table = NumberTable(
         title_justify="left",
         caption_justify="left",
         title=f"{analysis.name} ({analysis.method}, {analysis.token}) on {analysis.model.id}",
@@ -207,8 +270,8 @@ def analysis_table(analysis: Analysis) -> Table:
 
 
 def sweep_table(title: str, rows: Sequence[SweepRow]) -> Table:
-    table = Table(title=f"sweep over {title}", box=box.SIMPLE_HEAD, padding=(0, 0))
-    table.add_column(title)
+    table = NumberTable(title=f"sweep over {title}", box=box.SIMPLE_HEAD, padding=(0, 0))
+    table.add_column(title, overflow="fold")
     for name in ("perplexity", "log rise", "realised"):
         table.add_column(name, justify="right")
     table.add_column("layer budgets")
@@ -230,7 +293,7 @@ def benchmark_tables(benchmark: Benchmark) -> tuple[Table, Table]:
 
 def _speed_table(benchmark: Benchmark) -> Table:
     protocol, machine = benchmark.protocol, benchmark.machine
-    table = Table(
+    table = NumberTable(
         title_justify="left",
         caption_justify="left",
         title=f"{benchmark.model.id} on {machine.gpu or machine.processor}, {benchmark.dtype}, "
@@ -247,7 +310,7 @@ def _speed_table(benchmark: Benchmark) -> Table:
         box=box.SIMPLE_HEAD,
         padding=(0, 0),
     )
-    table.add_column("plan", no_wrap=True)
+    table.add_column("plan", overflow="fold")
     for length in protocol.prompt_lengths:
         table.add_column(f"prefill {length}", justify="right")
         table.add_column("x", justify="right")
@@ -275,7 +338,7 @@ def _ms(value: float) -> str:
 
 def _decode_table(benchmark: Benchmark) -> Table:
     speed = benchmark.copy_bytes_per_second / 1e9
-    table = Table(
+    table = NumberTable(
         title_justify="left",
         caption_justify="left",
         title="a decode step, in ms",
@@ -285,7 +348,7 @@ def _decode_table(benchmark: Benchmark) -> Table:
         box=box.SIMPLE_HEAD,
         padding=(0, 0),
     )
-    table.add_column("plan", no_wrap=True)
+    table.add_column("plan", overflow="fold")
     for name in ("experts", "rest", "realised", "distinct", "floor", "x floor", "experts by"):
         table.add_column(name, justify="right")
     for row in benchmark.rows:
@@ -304,7 +367,7 @@ def _decode_table(benchmark: Benchmark) -> Table:
 
 
 def activity_table(activity: Sequence[LayerActivity]) -> Table:
-    table = Table(title="what ran")
+    table = NumberTable(title="what ran")
     for name in ("MoE layer", "tokens", "activations", "a token", "experts/step"):
         table.add_column(name, justify="right")
     for layer, ran in enumerate(activity):

@@ -59,6 +59,8 @@ def run(args: argparse.Namespace) -> None:
     # read only now: others may have tuned meanwhile
     kept = TunedBlocks.load(path) if path.is_file() else TunedBlocks()
     kept.with_shape(tuned).save(path)
-    common.console.print(f"block sizes of {len(tuned.entries)} sizes saved in {path}")
+    common.console.print(
+        f"block sizes of {len(tuned.entries)} sizes saved in {path}", soft_wrap=True
+    )
     if args.json:
         common.print_json(encode(tuned))

@@ -11,12 +11,13 @@ from numpy.typing import NDArray
 from torch import nn
 
 from allocmoe.artifacts import Analysis, LayerAnalysis, Plan, SweepRow, TokenRule
+from allocmoe.errors import AllocMoEError
 from allocmoe.models import MoEModel, inspect_model
 from allocmoe.progress import Progress
 from allocmoe.runtime.control import Observed
 from allocmoe.runtime.hf import Controller
-from allocmoe.runtime.loss import logits_of
-from allocmoe.text import Text
+from allocmoe.runtime.loss import logits_of, overflow_hint
+from allocmoe.text import Text, check_ids
 
 _BINS = 10
 Floats = NDArray[np.float64]
@@ -36,6 +37,9 @@ def analyze(
     """What `plan` does to the routing of `model` on `text`; sweeps are measured by the caller."""
     moe = inspect_model(model)
     plan.check_fits(moe.info)
+    if batch_size < 1:
+        raise AllocMoEError(f"batch_size must be 1 or more, not {batch_size}")
+    check_ids(moe.model, text.ids)
     before = _Routing(moe)
     after = _Routing(moe)
     batches = text.ids.split(batch_size)
@@ -73,6 +77,7 @@ class _Routing:
     """The load of each layer's experts, and the entropy and experts of each token."""
 
     def __init__(self, moe: MoEModel) -> None:
+        self._model = moe.model
         self._scores = [_score_kind(moe, layer) for layer in range(len(moe.layers))]
         self.load: list[Floats] = [np.zeros(n) for n in moe.info.num_experts]
         self._entropy: list[list[Floats]] = [[] for _ in moe.layers]
@@ -88,9 +93,13 @@ class _Routing:
         counts = torch.bincount(experts, minlength=len(self.load[seen.layer]))
         self.load[seen.layer] += counts.cpu().double().numpy()
         p = _distribution(seen.logits_TE.double(), self._scores[seen.layer])
-        entropy = torch.special.entr(p).sum(1)
         valid = slice(None) if seen.valid_T is None else seen.valid_T
-        self._entropy[seen.layer].append(entropy[valid].cpu().numpy())
+        entropy = torch.special.entr(p).sum(1)[valid].cpu()
+        if not entropy.isfinite().all():
+            raise AllocMoEError(
+                f"the routing of MoE layer {seen.layer} is not finite: {overflow_hint(self._model)}"
+            )
+        self._entropy[seen.layer].append(entropy.numpy())
         self._kept[seen.layer].append(keep.sum(1)[valid].cpu().double().numpy())
 
     def entropy(self, layer: int) -> Floats:

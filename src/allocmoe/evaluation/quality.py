@@ -23,7 +23,7 @@ from allocmoe.runtime.loss import (
     overflow_hint,
     perplexity,
 )
-from allocmoe.text import Text
+from allocmoe.text import Text, check_ids, note_length
 
 UNMODIFIED = "unmodified"
 
@@ -46,6 +46,8 @@ def evaluate(
     if batch_size < 1:
         raise AllocMoEError(f"batch_size must be 1 or more, not {batch_size}")
     progress = progress or Progress()
+    check_ids(moe.model, text.ids)
+    note_length(moe.model, text, progress)
     if isinstance(model, nn.Module):
         sums = _run(moe, named, text.ids.split(batch_size), progress)
     else:

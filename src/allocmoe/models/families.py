@@ -27,7 +27,7 @@ class Family:
     """
 
     name: str
-    score: Literal["softmax", "sigmoid", "given", "weights", "config"] = "softmax"
+    score: Literal["softmax", "sigmoid", "given", "config"] = "softmax"
     renormalise: Literal["always", "never", "config"] = "config"
     bias: str | None = None
     bias_on: Literal["score", "logit"] = "score"
@@ -37,7 +37,7 @@ class Family:
 
 def _group(
     names: str,
-    score: Literal["softmax", "sigmoid", "given", "weights", "config"],
+    score: Literal["softmax", "sigmoid", "given", "config"],
     renormalise: Literal["always", "never", "config"],
     bias: str | None = None,
     bias_on: Literal["score", "logit"] = "score",
@@ -94,8 +94,9 @@ FAMILIES: dict[str, Family] = {
         _group("cohere2_moe", "config", "config"),
         # reads its k from a config that all layers share
         _group("gemma4", "given", "always", top_k_settable=False),
-        # sparsemixer always returns two experts, each with a probability of its own
-        _group("phimoe", "weights", "never", top_k_settable=False),
+        # sparsemixer always returns two experts. Their weights are no scores: the second one's is
+        # its part of what is near to it, which is 1 for almost every token
+        _group("phimoe", "softmax", "never", top_k_settable=False),
     )
     for family in group
 }

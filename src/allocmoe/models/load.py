@@ -78,7 +78,7 @@ def load_skeleton(
         with torch.device("meta"):
             build: Any = AutoModelForCausalLM.from_config
             model: nn.Module = build(config, trust_remote_code=trust_remote_code)
-    except (ValueError, RuntimeError) as error:
+    except Exception as error:  # whatever sizes that do not fit make the libraries raise
         raise AllocMoEError(f"{name} cannot be built: {first_line(error)}") from error
     model.config._name_or_path = name  # type: ignore[union-attr]
     return model.eval()
@@ -113,12 +113,13 @@ def _load_config(name: str, revision: str | None, trust_remote_code: bool) -> An
         config = AutoConfig.from_pretrained(
             place(name), revision=revision, trust_remote_code=trust_remote_code
         )
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # whatever a broken config makes the libraries raise
         if not Path(place(name)).is_dir():
             raise AllocMoEError(
                 f"there is no folder {name}, and the hub did not give it: {first_line(error)}"
             ) from error
-        raise AllocMoEError(f"{name} is no model: {first_line(error)}") from error
+        reason = first_line(error).rstrip(":")
+        raise AllocMoEError(f"{name} is no model: {reason}") from error
     # before gigabytes of weights are read
     family = str(config.model_type).removesuffix("_text")
     if family in REFUSED:

@@ -63,7 +63,7 @@ class Planner:
         most = max(self.info.k_orig)
         for name, value in (("k_base", self.k_base), ("renormalise_over", self.renormalise_over)):
             if value is not None and not 0 <= value <= most:
-                raise AllocMoEError(f"{name} must be at most the model's own k of {most}: {value}")
+                raise AllocMoEError(f"{name} must lie in 0..{most}, the model's own k: {value}")
 
     def plan(self, method: Method, budget: str | float) -> Plan:
         """The plan of `method` at `budget`."""
@@ -110,8 +110,18 @@ class Planner:
             method="alloc-moe" if method == "alloc-moe" else "alloc-l",
             normalisation=self.normalisation,
         )
+        if plan.budget_used < plan.budget:
+            self.progress.note(
+                f"{method} spends {plan.budget_used:g} of the {plan.budget}: by this profile more "
+                "would not help"
+            )
         rule = "alloc-t" if method == "alloc-moe" else "none"
-        return replace(plan, model=self.info, token=self._token(rule, plan.layer_budgets))
+        info, measured = self.info, self.sensitivity.model.fingerprint
+        if info.fingerprint is None:
+            info = replace(info, fingerprint=measured)  # the weights were not read
+        elif measured not in (None, info.fingerprint):
+            self.progress.note("the sensitivity was measured on other weights of this architecture")
+        return replace(plan, model=info, token=self._token(rule, plan.layer_budgets))
 
     def _uses_text(self) -> frozenset[str]:
         return NEEDS_TEXT | {"alloc-t"} if self.scope == "threshold" else NEEDS_TEXT

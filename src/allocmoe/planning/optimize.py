@@ -100,6 +100,8 @@ def optimize(
             context=make_context(name, info.k_orig, around, token),
             token=token,
             ks=grid(ks, info.k_orig, token),
+            dtype=str(model.dtype),
+            batch_size=batch_size,
         )
         if sensitivity is not None:
             progress.note(f"{file} fits and is used again")
@@ -123,6 +125,12 @@ def optimize(
     evaluation = evaluate(model, plans, eval_text, batch_size=batch_size, progress=progress)
     evaluation.save(directory / "candidates.json")
     candidates = [row for row in evaluation.rows if row.name != UNMODIFIED]
-    best = min(candidates, key=lambda row: row.perplexity).name
-    plans[best].save(directory / "plan.json")
-    return Optimized(plans[best], best, evaluation)
+    winner = min(candidates, key=lambda row: row.perplexity)
+    if winner.realised > 1.005 * total:
+        progress.note(
+            f"{winner.name} ran {winner.realised:.2f} activations a token on this text, more than "
+            f"the {total}: thresholds drift; compare at what was realised"
+        )
+    plan = plans[winner.name]
+    plan.save(directory / "plan.json")
+    return Optimized(plan, winner.name, evaluation)

@@ -20,7 +20,7 @@ def solve(
     token: TokenRule | None = None,
     normalisation: Normalisation = "log",
 ) -> Plan:
-    """The plan that minimises the summed sensitivity within `budget`.
+    """The plan that minimises the summed sensitivity within `budget`; a full one is all of it.
 
     `alloc-moe` adds a token rule: the one given, or the one that was on while profiling, or
     alloc-t in batch scope.
@@ -36,19 +36,25 @@ def solve(
     else:
         rule = token or (measured if measured.rule != "none" else TokenRule("alloc-t", "batch"))
     total = parse_budget(budget, sensitivity.model.k_orig)
-    frontier = solve_frontier(sensitivity.cost(normalisation), sensitivity.ks)
-    allocation = frontier.at(total)
-    assert allocation.used <= total + 1e-9, "the solver exceeded its budget"
+    cost = sensitivity.cost(normalisation)
+    if total == sum(sensitivity.model.k_orig):
+        # the untouched model, whatever a noisy row says of fewer experts
+        loss = sum(row[-1] for row in cost)
+        budgets = tuple(float(k) for k in sensitivity.model.k_orig)
+    else:
+        allocation = solve_frontier(cost, sensitivity.ks).at(total)
+        assert allocation.used <= total + 1e-9, "the solver exceeded its budget"
+        loss, budgets = allocation.cost, allocation.layer_budgets
     return Plan(
         model=sensitivity.model,
         text=sensitivity.text,
         method=method,
-        layer_budgets=allocation.layer_budgets,
+        layer_budgets=budgets,
         token=rule,
         budget_asked=str(budget),
         budget=total,
-        budget_used=sum(allocation.layer_budgets),
-        predicted_loss=allocation.cost,
+        budget_used=sum(budgets),
+        predicted_loss=loss,
         normalisation=normalisation,
         context=sensitivity.context.name,
     )

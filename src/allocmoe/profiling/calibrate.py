@@ -13,13 +13,15 @@ from dataclasses import replace
 import torch
 
 from allocmoe.artifacts import Rule, Scope, TokenRule
+from allocmoe.errors import AllocMoEError
 from allocmoe.models import MoEModel
 from allocmoe.profiling.walk import LayerWalk, can_walk
 from allocmoe.progress import Bar, Progress
 from allocmoe.routing import calibrate_dynamic_moe, calibrate_naee, calibrate_threshold
 from allocmoe.runtime.control import Observed
 from allocmoe.runtime.hf import Controller
-from allocmoe.text import Text
+from allocmoe.runtime.loss import overflow_hint
+from allocmoe.text import Text, check_ids
 
 # Dynamic-MoE's p moves the scores it was set on; it settles within a few rounds.
 _MAX_ROUNDS = 8
@@ -40,7 +42,8 @@ def calibrate(
 ) -> TokenRule:
     """The rule with the thresholds that meet `layer_budgets` on `text`."""
     draft = TokenRule(rule, scope, k_base, (0.0,) * len(moe.layers), renormalise_over)
-    scores = _Scores(len(moe.layers))
+    check_ids(moe.model, text.ids)
+    scores = _Scores(moe)
     walkable = can_walk(moe, text.ids)
     with (
         Controller(moe, draft, observe=scores.add) as controller,
@@ -57,12 +60,18 @@ def calibrate(
 class _Scores:
     """Collects the routing scores of each layer on the host."""
 
-    def __init__(self, num_layers: int) -> None:
-        self._parts: list[list[torch.Tensor]] = [[] for _ in range(num_layers)]
+    def __init__(self, moe: MoEModel) -> None:
+        self._model = moe.model
+        self._parts: list[list[torch.Tensor]] = [[] for _ in moe.layers]
 
     def add(self, seen: Observed) -> None:
         scores = seen.scores_TK if seen.valid_T is None else seen.scores_TK[seen.valid_T]
-        self._parts[seen.layer].append(scores.to("cpu", copy=True))
+        scores = scores.to("cpu", copy=True)
+        if scores.isnan().any():
+            raise AllocMoEError(
+                f"routing scores of MoE layer {seen.layer} are nan: {overflow_hint(self._model)}"
+            )
+        self._parts[seen.layer].append(scores)
 
     def take(self) -> list[torch.Tensor]:
         """`[N, K]` of each layer seen since the last time; empty where a layer did not run."""

@@ -26,7 +26,7 @@ from allocmoe.progress import Progress
 from allocmoe.runtime.engine import Engine
 from allocmoe.runtime.loss import num_predictions, overflow_hint, perplexity
 from allocmoe.solver import parse_budget, uniform, uniform_mean
-from allocmoe.text import Text
+from allocmoe.text import Text, check_ids, note_length
 
 # of a perplexity, relative; on text that a model knows no layer's falls that far
 _CLEAR_FALL = 0.003
@@ -59,39 +59,38 @@ def profile(
     """
     moe = inspect_model(model) if isinstance(model, nn.Module) else model.moe
     token = token or TokenRule()
-    if token.rule not in ("none", "alloc-t") or token.needs_thresholds:
-        raise AllocMoEError(
-            f"profiling runs with no token rule or with alloc-t in batch or sequence scope, "
-            f"not with {token.label}"
-        )
-    if batch_size < 1:
-        raise AllocMoEError(f"batch_size must be 1 or more, not {batch_size}")
+    others, layer_ks = check_settings(
+        moe.k_orig, context, budget, token, ks, batch_size, save_to, resume
+    )
     job = _Job(
         moe=moe,
         dtype=str(model.dtype),
         text=text,
-        context=make_context(context, moe.k_orig, budget, token),
+        context=others,
         token=token,
-        ks=grid(ks, moe.k_orig, token),
+        ks=layer_ks,
         batch_size=batch_size,
         ranks=current_ranks(),
         progress=progress or Progress(),
         partial=None if save_to is None else Path(f"{save_to}.partial"),
     )
-    if save_to is not None:
-        check_writable(Path(save_to))
     if resume:
         job.load_partial()
         finished = existing_profile(
-            save_to, moe.info, text, context=job.context, token=token, ks=job.ks
+            save_to,
+            moe.info,
+            text,
+            context=job.context,
+            token=token,
+            ks=job.ks,
+            dtype=job.dtype,
+            batch_size=batch_size,
         )
         if finished is not None and not job.rows:
+            job.progress.note(f"{save_to} fits and is used again")
             return finished
-    elif job.partial is not None and job.partial.exists():
-        raise AllocMoEError(
-            f"{job.partial} holds the rows of an unfinished profile: "
-            "go on with --resume, or delete it to start anew"
-        )
+    check_ids(moe.model, text.ids)
+    note_length(moe.model, text, job.progress)
     measurer: Measurer
     if isinstance(model, nn.Module):
         measurer = WalkMeasurer(moe, text.ids, token, batch_size, job.ranks, offload)
@@ -109,6 +108,38 @@ def profile(
         job.partial.unlink(missing_ok=True)
     job.ranks.wait()
     return result
+
+
+def check_settings(
+    k_orig: Sequence[int],
+    context: ContextName,
+    budget: str | float | None,
+    token: TokenRule,
+    ks: Sequence[float] | None,
+    batch_size: int,
+    save_to: str | Path | None,
+    resume: bool,
+) -> tuple[Context, tuple[tuple[float, ...], ...]]:
+    """The context and the grid of a profile; refuses what can be refused without weights."""
+    if token.rule not in ("none", "alloc-t") or token.needs_thresholds:
+        raise AllocMoEError(
+            f"profiling runs with no token rule or with alloc-t in batch or sequence scope, "
+            f"not with {token.label}"
+        )
+    if token.k_base > max(k_orig):
+        raise AllocMoEError(
+            f"k_base must be at most the model's own k of {max(k_orig)}: {token.k_base}"
+        )
+    if batch_size < 1:
+        raise AllocMoEError(f"batch_size must be 1 or more, not {batch_size}")
+    if save_to is not None:
+        check_writable(Path(save_to))
+        if not resume and Path(f"{save_to}.partial").exists():
+            raise AllocMoEError(
+                f"{save_to}.partial holds the rows of an unfinished profile: "
+                "go on with --resume, or delete it to start anew"
+            )
+    return make_context(context, k_orig, budget, token), grid(ks, k_orig, token)
 
 
 def make_context(
@@ -162,15 +193,24 @@ def existing_profile(
     context: Context,
     token: TokenRule,
     ks: tuple[tuple[float, ...], ...],
+    dtype: str | None = None,
+    batch_size: int | None = None,
 ) -> Sensitivity | None:
-    """The finished profile in `file`, if it is the one that would be made now."""
+    """The finished profile in `file`, if it is the one that would be made now.
+
+    dtype, batch_size: of the run that would make it; not compared where they are None.
+    """
     if file is None or not Path(file).exists():
         return None
     found = Sensitivity.load(file)
     same_model = found.model.fingerprint == info.fingerprint and not found.model.difference(info)
     same_text = found.text is not None and found.text.sha256 == text.info.sha256
     same_run = (found.context, found.token, found.ks) == (context, token, ks)
-    return found if same_model and same_text and same_run else None
+    same_dtype = dtype is None or found.dtype == dtype.removeprefix("torch.")
+    # only there does what a token keeps depend on the others of its batch
+    same_batch = batch_size is None or token.scope != "batch" or found.batch_size == batch_size
+    fits = same_model and same_text and same_run and same_dtype and same_batch
+    return found if fits else None
 
 
 @dataclass(frozen=True)
@@ -243,6 +283,8 @@ class _Job:
             perplexity=tuple(self.rows),
             base_perplexity=self.measured[full],
             seconds=round(self.seconds, 3),
+            dtype=self.dtype.removeprefix("torch."),
+            batch_size=self.batch_size,
         )
 
     def _work(self, walkable: bool) -> float:

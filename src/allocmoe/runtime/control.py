@@ -59,7 +59,7 @@ class LayerControl:
         self.counter = Counter(layer.num_experts)
         self._current = current or CurrentStep()
         self.stock_implementation: str | None = None
-        self.renormalises = _renormalises(layer, family)
+        self.renormalises = renormalises(layer, family)
         self._bias = _bias(layer, family) if bias is None else bias
         self.device = device or layer.experts.down_proj.device
         self._logits: torch.Tensor | None = None
@@ -145,8 +145,6 @@ class LayerControl:
 
         Many routers do not sort their top-k, and some choose by score plus bias.
         """
-        if self.family.score == "weights":
-            return index_TK, weights_TK, weights_TK.float()
         scores, choice = self._scores(index_TK)
         order = choice.argsort(dim=1, descending=True, stable=True)
         return index_TK.gather(1, order), weights_TK.gather(1, order), scores.gather(1, order)
@@ -186,9 +184,7 @@ class LayerControl:
 
         token, logits = self.token, self._logits
         self._logits = None
-        if self._score == "weights":
-            logits = None
-        elif logits is not None:
+        if logits is not None:
             logits = logits.reshape(-1, self.layer.num_experts)
         rule: str = token.rule
         base, pools = 1, 1
@@ -327,7 +323,7 @@ class Counter:
         )
 
 
-def _renormalises(layer: MoELayer, family: Family) -> bool:
+def renormalises(layer: MoELayer, family: Family) -> bool:
     if family.renormalise != "config":
         return family.renormalise == "always"
     if getattr(layer.router, "expert_selection_fn", None) == "softmax":
