@@ -105,3 +105,7 @@ def test_a_long_path_stays_on_its_line(model: Path, plan: Path, tmp_path: Path) 
     file = tmp_path / LONG / "evaluation.json"
     ran = succeed("eval", model, "--plan", plan, *SMALL, "-o", file)
     assert ran.err.endswith(f"\nsaved in {file}\n")
+
+
+def test_an_analysis_shows_its_sweeps() -> None:
+    assert "sweep over k_base" in succeed("inspect", GOLDEN / "analysis.json").err

@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     from allocmoe.artifacts import Plan
-    from allocmoe.cli.tables import analysis_table, sweep_table
+    from allocmoe.cli.tables import analysis_table, sweep_tables
     from allocmoe.codec import check_writable
     from allocmoe.evaluation.analysis import analyze
     from allocmoe.models import inspect_model
@@ -62,9 +62,8 @@ def run(args: argparse.Namespace) -> None:
     )
     result.save(args.output)
     common.console.print(analysis_table(result))
-    for title, rows in (("k_base", k_base_rows), ("calibration text", text_rows)):
-        if rows:
-            common.console.print(sweep_table(title, rows))
+    for table in sweep_tables(result):
+        common.console.print(table)
     common.console.print(f"saved in {args.output}", soft_wrap=True)
     if args.json:
         common.print_json(result.to_json())

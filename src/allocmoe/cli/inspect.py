@@ -46,6 +46,7 @@ def _artifact(path: str) -> dict[str, Any]:
         plan_table,
         quality_table,
         sensitivity_table,
+        sweep_tables,
         task_table,
     )
 
@@ -59,7 +60,8 @@ def _artifact(path: str) -> dict[str, Any]:
     elif isinstance(artifact, TaskEvaluation):
         common.console.print(task_table(artifact))
     elif isinstance(artifact, Analysis):
-        common.console.print(analysis_table(artifact))
+        for table in (analysis_table(artifact), *sweep_tables(artifact)):
+            common.console.print(table)
     elif isinstance(artifact, Benchmark):
         common.console.print(*benchmark_tables(artifact), sep="\n")
     model, text = artifact.model, artifact.text

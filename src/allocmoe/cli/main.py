@@ -80,7 +80,10 @@ def make_parser() -> argparse.ArgumentParser:
             epilog=f"example: {module.EXAMPLE}",
             formatter_class=layout,
         )
-        verb.add_argument("--json", action="store_true", help="print one JSON document on stdout")
+        if module is not serve:  # which becomes vLLM's server
+            verb.add_argument(
+                "--json", action="store_true", help="print one JSON document on stdout"
+            )
         module.add_arguments(verb)
         verb.set_defaults(run=module.run)
     return parser

@@ -269,7 +269,12 @@ def analysis_table(analysis: Analysis) -> Table:
     return table
 
 
-def sweep_table(title: str, rows: Sequence[SweepRow]) -> Table:
+def sweep_tables(analysis: Analysis) -> list[Table]:
+    sweeps = (("k_base", analysis.k_base_sweep), ("calibration text", analysis.text_sweep))
+    return [_sweep_table(title, rows) for title, rows in sweeps if rows]
+
+
+def _sweep_table(title: str, rows: Sequence[SweepRow]) -> Table:
     table = NumberTable(title=f"sweep over {title}", box=box.SIMPLE_HEAD, padding=(0, 0))
     table.add_column(title, overflow="fold")
     for name in ("perplexity", "log rise", "realised"):
