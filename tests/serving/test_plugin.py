@@ -266,7 +266,8 @@ def test_a_sleep_would_lose_what_the_selection_reads() -> None:
         ({"dp_size": 2}, "alloc-t/batch", "data or expert parallelism"),
         ({"use_ep": True}, "alloc-t/batch", "data or expert parallelism"),
         ({"enable_eplb": True}, "naee", "load balancing"),
-        ({"pcp_size": 2}, "alloc-t/threshold", "context parallelism"),
+        ({"pcp_size": 2}, "alloc-t/threshold", "split over ranks"),
+        ({"is_sequence_parallel": True}, "alloc-t/threshold", "split over ranks"),
     ],
 )
 def test_ranks_that_share_tokens_or_experts_are_refused(

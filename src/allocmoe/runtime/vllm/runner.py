@@ -162,8 +162,11 @@ def _valid_tokens(ids: torch.Tensor) -> torch.Tensor | None:
 def _check_token_rule(plan: Plan, moe_config: Any, routed_experts: Any) -> None:
     parallel = moe_config.moe_parallel_config
     label = plan.token.label
-    if getattr(parallel, "pcp_size", 1) > 1:
-        raise AllocMoEError(f"{label} cannot run with prefill context parallelism")
+    if getattr(parallel, "pcp_size", 1) > 1 or getattr(parallel, "is_sequence_parallel", False):
+        raise AllocMoEError(
+            f"{label} cannot run where a layer's tokens are split over ranks (prefill context or "
+            "sequence parallelism), which leaves padding unmarked"
+        )
     if getattr(parallel, "enable_eplb", False):
         raise AllocMoEError(
             f"{label} cannot run with expert load balancing: leave out --enable-eplb"
