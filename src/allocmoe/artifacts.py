@@ -124,6 +124,11 @@ class TokenRule:
         return self.rule in ("naee", "dynamic-moe") or self.scope == "threshold"
 
     @property
+    def selects(self) -> bool:
+        """Whether something is decided after the router; otherwise its own top-k is all."""
+        return self.rule != "none" or self.renormalise_over is not None
+
+    @property
     def label(self) -> str:
         return self.rule if self.scope is None else f"{self.rule}/{self.scope}"
 

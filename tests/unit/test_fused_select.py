@@ -33,13 +33,18 @@ def scores(T: int, K: int, *, ties: bool) -> torch.Tensor:
     return values.sort(1, descending=True).values.to(DEVICE)
 
 
+def _logits(index: torch.Tensor, scores_TK: torch.Tensor) -> torch.Tensor:
+    """Of a router that gives the scores themselves; padding may have the expert -1."""
+    return torch.zeros(len(index), E, device=DEVICE).scatter(1, index.clamp_min(0), scores_TK)
+
+
 def select(scores_TK: torch.Tensor, valid_T: torch.Tensor | None, **settings: Any) -> Any:
     T, K = scores_TK.shape
     index = torch.rand(T, E, device=DEVICE).argsort(1)[:, :K]
     given: dict[str, Any] = dict(
         num_experts=E,
         rule="pool",
-        score="weights",
+        score="given",
         bias_on="none",
         base=1,
         num_pools=1,
@@ -49,7 +54,7 @@ def select(scores_TK: torch.Tensor, valid_T: torch.Tensor | None, **settings: An
     budget, threshold = settings.pop("budget", 1.0), settings.pop("threshold", 0.0)
     params = torch.tensor([budget, threshold], dtype=torch.float64, device=DEVICE)
     chosen, weights = launch.launch_select(
-        index, scores_TK, None, None, valid_T, params, **given | settings
+        index, scores_TK, _logits(index, scores_TK), None, valid_T, params, **given | settings
     )
     keep = chosen < E
     assert torch.equal(chosen[keep].long(), index[keep])
@@ -161,8 +166,8 @@ def test_a_stand_in_is_an_expert_that_the_token_runs(
     params = torch.tensor([2.5, 0.0], dtype=torch.float64, device=DEVICE)
     for times in (1, 2):
         chosen, weights = launch.launch_select(
-            index, values, None, None, None, params, num_experts=E, rule="pool",
-            score="weights", bias_on="none", base=1, num_pools=1, renormalise=False,
+            index, values, _logits(index, values), None, None, params, num_experts=E, rule="pool",
+            score="given", bias_on="none", base=1, num_pools=1, renormalise=False,
             renormalise_over=0, stand_in=True, padding_T=marks, activity=activity,
         )  # fmt: skip
         assert activity.tolist() == [times * round(2.5 * 33), times * 33]

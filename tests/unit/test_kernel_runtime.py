@@ -157,8 +157,10 @@ def test_a_kernel_that_no_longer_fits_is_not_used(model: Any) -> None:
     experts = inspect_model(model).layers[0].experts
     assert experts.__dict__[KERNEL].dtype == torch.bfloat16
     weights = torch.ones(1, 4)
-    elsewhere = torch.empty(1, 32, dtype=torch.bfloat16, device="meta")
-    assert not experts.__dict__[KERNEL].takes(experts, elsewhere, weights)
+    with torch.no_grad():
+        for device, taken in ((experts.down_proj.device, True), ("meta", False)):
+            hidden = torch.empty(1, 32, dtype=torch.bfloat16, device=device)
+            assert experts.__dict__[KERNEL].takes(experts, hidden, weights) == taken
 
 
 def test_one_layer_without_a_kernel_leaves_the_others_as_they_are(model: Any) -> None:

@@ -76,6 +76,7 @@ def run(args: argparse.Namespace) -> None:
             token=TokenRule(),
             ks=grid(None, info.k_orig, TokenRule()),
             dtype=str(model.dtype),
+            batch_size=args.batch_size,
         )
         if sensitivity is not None:
             progress.note(f"{kept} fits and is used again")

@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> None:
         NEEDS_WEIGHTS,
         Planner,
     )
-    from allocmoe.runtime.control import renormalises
+    from allocmoe.runtime.control import check_renormalises
     from allocmoe.solver import parse_budget
 
     if args.method not in METHODS:
@@ -85,11 +85,8 @@ def run(args: argparse.Namespace) -> None:
         skeleton = common.load_skeleton(args)
         info = skeleton.info
         parse_budget(args.budget, info.k_orig)
-        keeps = not renormalises(skeleton.layers[0], skeleton.family)
-        if args.renormalise_over is not None and keeps:
-            raise AllocMoEError(
-                "--renormalise-over has no meaning here: this model leaves its weights as they are"
-            )
+        if args.renormalise_over is not None:
+            check_renormalises(skeleton.layers[0], skeleton.family)
         if args.method in NEEDS_TEXT or threshold:
             text = common.load_text(args, common.load_tokenizer(args))
         if weights:

@@ -193,22 +193,19 @@ def existing_profile(
     context: Context,
     token: TokenRule,
     ks: tuple[tuple[float, ...], ...],
-    dtype: str | None = None,
-    batch_size: int | None = None,
+    dtype: str,
+    batch_size: int,
 ) -> Sensitivity | None:
-    """The finished profile in `file`, if it is the one that would be made now.
-
-    dtype, batch_size: of the run that would make it; not compared where they are None.
-    """
+    """The finished profile in `file`, if it is the one that would be made now."""
     if file is None or not Path(file).exists():
         return None
     found = Sensitivity.load(file)
     same_model = found.model.fingerprint == info.fingerprint and not found.model.difference(info)
     same_text = found.text is not None and found.text.sha256 == text.info.sha256
     same_run = (found.context, found.token, found.ks) == (context, token, ks)
-    same_dtype = dtype is None or found.dtype == dtype.removeprefix("torch.")
+    same_dtype = found.dtype == dtype.removeprefix("torch.")
     # only there does what a token keeps depend on the others of its batch
-    same_batch = batch_size is None or token.scope != "batch" or found.batch_size == batch_size
+    same_batch = token.scope != "batch" or found.batch_size == batch_size
     fits = same_model and same_text and same_run and same_dtype and same_batch
     return found if fits else None
 

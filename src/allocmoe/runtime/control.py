@@ -59,20 +59,15 @@ class LayerControl:
         self.counter = Counter(layer.num_experts)
         self._current = current or CurrentStep()
         self.stock_implementation: str | None = None
-        self.renormalises = renormalises(layer, family)
+        self.renormalises = _renormalises(layer, family)
         self._bias = _bias(layer, family) if bias is None else bias
         self.device = device or layer.experts.down_proj.device
         self._logits: torch.Tensor | None = None
         self._params: torch.Tensor | None = None
-        if token.renormalise_over is not None and not self.renormalises:
-            raise AllocMoEError(
-                f"renormalise_over has no meaning here: this {family.name} model does not "
-                "renormalise its weights"
-            )
+        if token.renormalise_over is not None:
+            check_renormalises(layer, family)
         # whether any budget could ask for a mask
-        self.may_mask = (
-            token.rule != "none" or token.renormalise_over is not None or not family.top_k_settable
-        )
+        self.may_mask = token.selects or not family.top_k_settable
         thresholds = token.thresholds
         self.threshold = None if thresholds is None else thresholds[layer.index]
         self.set_budget(layer.k_orig)
@@ -183,9 +178,8 @@ class LayerControl:
         from allocmoe.kernels.fused.ops import select_op
 
         token, logits = self.token, self._logits
+        assert logits is not None, "the experts ran before their router"
         self._logits = None
-        if logits is not None:
-            logits = logits.reshape(-1, self.layer.num_experts)
         rule: str = token.rule
         base, pools = 1, 1
         if rule == "none":
@@ -200,7 +194,7 @@ class LayerControl:
         given: tuple[Any, ...] = (
             index_TK,
             weights_TK,
-            logits,
+            logits.reshape(-1, self.layer.num_experts),
             None if self._bias is None else self._bias.flatten(),
             valid,
             self._params,
@@ -323,7 +317,15 @@ class Counter:
         )
 
 
-def renormalises(layer: MoELayer, family: Family) -> bool:
+def check_renormalises(layer: MoELayer, family: Family) -> None:
+    if not _renormalises(layer, family):
+        raise AllocMoEError(
+            f"renormalise_over has no meaning here: this {family.name} model does not "
+            "renormalise its weights"
+        )
+
+
+def _renormalises(layer: MoELayer, family: Family) -> bool:
     if family.renormalise != "config":
         return family.renormalise == "always"
     if getattr(layer.router, "expert_selection_fn", None) == "softmax":

@@ -187,7 +187,7 @@ def _takes_bulk_copies(weight: torch.Tensor) -> bool:
 def launch_select(
     index_TK: torch.Tensor,
     weights_TK: torch.Tensor,
-    logits_TE: torch.Tensor | None,
+    logits_TE: torch.Tensor,
     bias_E: torch.Tensor | None,
     valid_T: torch.Tensor | None,
     params: torch.Tensor,
@@ -212,8 +212,7 @@ def launch_select(
     activity: two int64 on the device, to which kept pairs and tokens are added.
     """
     T, K = index_TK.shape
-    index, weights = index_TK.contiguous(), weights_TK.contiguous()
-    logits = None if logits_TE is None else logits_TE.contiguous()
+    index, weights, logits = (t.contiguous() for t in (index_TK, weights_TK, logits_TE))
     out_index = torch.empty_like(index, dtype=torch.int32)
     out_weights = torch.empty_like(weights)
     if T == 0:

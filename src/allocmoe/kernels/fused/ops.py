@@ -63,7 +63,7 @@ def fused_experts(
 def select_op(
     index_TK: torch.Tensor,
     weights_TK: torch.Tensor,
-    logits_TE: torch.Tensor | None,
+    logits_TE: torch.Tensor,
     bias_E: torch.Tensor | None,
     valid_T: torch.Tensor | None,
     params: torch.Tensor,

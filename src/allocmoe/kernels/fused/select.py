@@ -55,38 +55,31 @@ def _scores(
     mask = token_mask[:, None] & (k < K)[None, :]
     index = tl.load(index_ptr + pair, mask=mask, other=0).to(tl.int32)
     weight = tl.load(weight_ptr + pair, mask=mask, other=0.0).to(tl.float32)
-    if SCORE == "weights":
-        score = weight
+    at = tokens.to(tl.int64)[:, None] * E
+    # padding may come with the expert -1
+    inside = mask & (index >= 0)
+    chosen = tl.load(logits_ptr + at + index, mask=inside, other=0.0).to(tl.float32)
+    if SCORE == "softmax":
+        e = tl.arange(0, EP)
+        row_mask = token_mask[:, None] & (e < E)[None, :]
+        row = tl.load(logits_ptr + at + e[None, :], mask=row_mask, other=float("-inf"))
+        row = tl.where(token_mask[:, None], row.to(tl.float32), 0.0)
+        top = tl.max(row, 1)
+        mass = tl.sum(tl.exp(row - top[:, None]), 1)
+        score = tl.exp(chosen - top[:, None] - tl.log(mass)[:, None])
+    elif SCORE == "sigmoid":
+        score = tl.sigmoid(chosen)
     else:
-        at = tokens.to(tl.int64)[:, None] * E
-        # padding may come with the expert -1
-        inside = mask & (index >= 0)
-        chosen = tl.load(logits_ptr + at + index, mask=inside, other=0.0).to(tl.float32)
-        if SCORE == "softmax":
-            e = tl.arange(0, EP)
-            row_mask = token_mask[:, None] & (e < E)[None, :]
-            row = tl.load(logits_ptr + at + e[None, :], mask=row_mask, other=float("-inf"))
-            row = tl.where(token_mask[:, None], row.to(tl.float32), 0.0)
-            top = tl.max(row, 1)
-            mass = tl.sum(tl.exp(row - top[:, None]), 1)
-            score = tl.exp(chosen - top[:, None] - tl.log(mass)[:, None])
-        elif SCORE == "sigmoid":
-            score = tl.sigmoid(chosen)
-        else:
-            score = chosen
-    if SCORE == "weights":
-        # the router's own order
-        rank = tl.broadcast_to(k[None, :], score.shape)
-    else:
-        choice = score
-        if BIAS_ON != "none":
-            on = score if BIAS_ON == "score" else chosen
-            choice = on + tl.load(bias_ptr + index, mask=inside, other=0.0).to(tl.float32)
-        order = tl.where((k < K)[None, :], _sortable(choice), _LOWEST)
-        ahead = (order[:, None, :] > order[:, :, None]) | (
-            (order[:, None, :] == order[:, :, None]) & (k[None, None, :] < k[None, :, None])
-        )
-        rank = tl.sum(ahead.to(tl.int32), 2)
+        score = chosen
+    choice = score
+    if BIAS_ON != "none":
+        on = score if BIAS_ON == "score" else chosen
+        choice = on + tl.load(bias_ptr + index, mask=inside, other=0.0).to(tl.float32)
+    order = tl.where((k < K)[None, :], _sortable(choice), _LOWEST)
+    ahead = (order[:, None, :] > order[:, :, None]) | (
+        (order[:, None, :] == order[:, :, None]) & (k[None, None, :] < k[None, :, None])
+    )
+    rank = tl.sum(ahead.to(tl.int32), 2)
     rank = tl.where((k < K)[None, :], rank, KP)
     valid = _are_tokens(marks_ptr, tokens, token_mask, MARKS)
     return index, weight, score, rank, valid

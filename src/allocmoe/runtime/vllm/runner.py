@@ -26,7 +26,7 @@ from allocmoe.runtime.control import LayerControl
 from allocmoe.runtime.step import CurrentStep, Step
 from allocmoe.runtime.vllm import versions
 from allocmoe.runtime.vllm.experts import own_kernel
-from allocmoe.runtime.vllm.served import Served, read_settings, selects, serve_plan
+from allocmoe.runtime.vllm.served import Served, read_settings, serve_plan
 
 logger = init_logger("vllm.allocmoe")
 SERVED = "_allocmoe_served"
@@ -55,7 +55,7 @@ class PlannedRouter:
         # whether dropped pairs get an expert id out of range, which our experts kernel leaves out
         self.skips = False
         # kept pairs and tokens, summed on the device; where nothing counts, the device may sleep
-        counting = served.counts or selects(served.plan)
+        counting = served.counts or served.plan.token.selects
         self._activity = torch.zeros(
             2, dtype=torch.int64, device=self._device if counting else "cpu"
         )
@@ -72,7 +72,7 @@ class PlannedRouter:
                 "engine runs: measure with another one, --engine-option moe_backend=triton"
             )
         budget = plan.layer_budgets[self._layer.index]
-        thins = selects(plan)
+        thins = plan.token.selects
         k = self._layer.k_orig if thins else int(budget)
         # the three places where vLLM keeps a layer's top-k
         self._moe_config.experts_per_token = self._experts.top_k = self._router.top_k = k
@@ -250,13 +250,13 @@ def served_by(vllm_config: Any) -> Served | None:
         if plan is not None:
             parallel = vllm_config.parallel_config
             # a rank has slots for its own tokens only, so that others look like padding
-            if selects(plan) and parallel.decode_context_parallel_size > 1:
+            if plan.token.selects and parallel.decode_context_parallel_size > 1:
                 raise AllocMoEError(
                     f"{plan.token.label} cannot run with context parallelism: leave out "
                     "--decode-context-parallel-size, or serve a plan without a token rule"
                 )
             # what the selection reads would be gone after a sleep
-            if selects(plan) and vllm_config.model_config.enable_sleep_mode:
+            if plan.token.selects and vllm_config.model_config.enable_sleep_mode:
                 raise AllocMoEError(
                     f"{plan.token.label} cannot run with --enable-sleep-mode: leave it out, or "
                     "serve a plan without a token rule"

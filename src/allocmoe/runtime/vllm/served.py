@@ -70,11 +70,6 @@ class Served:
         )
 
 
-def selects(plan: Plan) -> bool:
-    """Whether something is decided after the router; otherwise the layer's own top-k is all."""
-    return plan.token.rule != "none" or plan.token.renormalise_over is not None
-
-
 def check_layers(plan: dict[str, Any], layers: Iterable[int]) -> None:
     """Fail where not all MoE layers of the plan are among those of all workers together."""
     missing = set(range(len(plan["layer_budgets"]))) - set(layers)
