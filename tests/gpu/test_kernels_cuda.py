@@ -100,6 +100,28 @@ def test_a_graph_follows_other_budgets() -> None:
             assert torch.equal(out, layer(hidden))
 
 
+@pytest.mark.parametrize("token", [TokenRule(), TokenRule("alloc-t", "batch")])
+def test_a_graph_counts_its_replays(token: TokenRule) -> None:
+    """Like forwards, with the memory given back that nobody holds after the capture."""
+    model = tiny("olmoe").to("cuda", torch.bfloat16)
+    moe, ids = inspect_model(model), IDS.cuda()
+    with torch.no_grad(), Controller(moe, token) as controller:
+        controller.set_budgets([2] * len(moe.layers))
+        model(ids, use_cache=False)
+        controller.reset()
+        model(ids, use_cache=False)
+        once = controller.activity()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            model(ids, use_cache=False)
+        torch.cuda.empty_cache()
+        controller.reset()
+        for _ in range(3):
+            graph.replay()
+        assert controller.activity() == [a + a + a for a in once]
+    assert {a.mean for a in once} == {2.0}
+
+
 @pytest.mark.parametrize("scope", ["batch", "sequence", "threshold"])
 @pytest.mark.parametrize("padded", [False, True])
 def test_a_step_does_not_wait(scope: Any, padded: bool) -> None:

@@ -274,6 +274,20 @@ def test_counting_can_be_left_out() -> None:
     assert {layer.tokens for layer in applied.activity()} == {0}
 
 
+@pytest.mark.parametrize("method", ["uniform", "alloc-t"])
+def test_a_plan_applied_in_inference_mode_stays_usable_outside(method: str) -> None:
+    model = tiny("olmoe")
+    with torch.inference_mode():
+        applied = allocmoe.apply(model, plan_for(model, method=method))
+        model(IDS)
+    with applied, torch.no_grad():
+        applied.set_budgets([3] * 4)
+        model(IDS)
+        assert [layer.activations for layer in applied.activity()] == [5 * IDS.numel()] * 4
+        applied.reset()
+    assert {layer.forwards for layer in applied.activity()} == {0}
+
+
 def test_per_layer_k_orig() -> None:
     model = tiny("hunyuan_v1_moe", moe_topk=[4, 3, 2, 1])
     moe = inspect_model(model)

@@ -195,8 +195,8 @@ def add_shape_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--shape",
         metavar="NAME",
-        help="instead of MODEL random weights in the shape of deepseek-v2-lite, qwen1.5-moe or "
-        "olmoe",
+        help="instead of MODEL random weights in the shape of deepseek-v2-lite, qwen1.5-moe, "
+        "olmoe, qwen3-30b-a3b, gpt-oss-20b or mixtral-8x7b",
     )
 
 

@@ -75,6 +75,52 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             norm_topk_prob=False,
         ),
     ),
+    # Qwen/Qwen3-30B-A3B
+    "qwen3-30b-a3b": (
+        "qwen3_moe",
+        dict(
+            vocab_size=151936,
+            hidden_size=2048,
+            num_hidden_layers=48,
+            intermediate_size=6144,
+            num_attention_heads=32,
+            num_key_value_heads=4,
+            head_dim=128,
+            num_experts=128,
+            num_experts_per_tok=8,
+            moe_intermediate_size=768,
+            norm_topk_prob=True,
+        ),
+    ),
+    # openai/gpt-oss-20b, with its experts unpacked
+    "gpt-oss-20b": (
+        "gpt_oss",
+        dict(
+            vocab_size=201088,
+            hidden_size=2880,
+            num_hidden_layers=24,
+            intermediate_size=2880,
+            num_attention_heads=64,
+            num_key_value_heads=8,
+            head_dim=64,
+            num_local_experts=32,
+            num_experts_per_tok=4,
+        ),
+    ),
+    # mistralai/Mixtral-8x7B-v0.1
+    "mixtral-8x7b": (
+        "mixtral",
+        dict(
+            vocab_size=32000,
+            hidden_size=4096,
+            num_hidden_layers=32,
+            intermediate_size=14336,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            num_local_experts=8,
+            num_experts_per_tok=2,
+        ),
+    ),
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from operator import attrgetter
 from typing import Any
 
@@ -38,6 +38,7 @@ Observer = Callable[[Observed], None]
 class LayerControl:
     """Decides for one layer which of the router's (token, expert) pairs run."""
 
+    @torch.inference_mode(False)  # what that makes could not be written to outside of it
     def __init__(
         self,
         layer: MoELayer,
@@ -56,12 +57,12 @@ class LayerControl:
         self._observe = observe
         self.family = family
         self.token = token
-        self.counter = Counter(layer.num_experts)
         self._current = current or CurrentStep()
         self.stock_implementation: str | None = None
         self.renormalises = _renormalises(layer, family)
         self._bias = _bias(layer, family) if bias is None else bias
         self.device = device or layer.experts.down_proj.device
+        self.counter = Counter(layer.num_experts, self.device)
         self._logits: torch.Tensor | None = None
         self._params: torch.Tensor | None = None
         if token.renormalise_over is not None:
@@ -256,65 +257,74 @@ class LayerControl:
 
 
 class Counter:
-    """Counts a layer's activations without making the host wait for the device."""
+    """Counts a layer's activations where they run, so that the host waits for nothing. The totals
+    keep their place in memory: a replayed CUDA graph counts like any forward."""
 
-    def __init__(self, num_experts: int) -> None:
+    def __init__(self, num_experts: int, device: torch.device) -> None:
         self._num_experts = num_experts
-        self.reset()
+        on = "cpu" if device.type == "meta" else device
+        self._totals = torch.zeros(len(fields(LayerActivity)), dtype=torch.int64, device=on)
 
     def reset(self) -> None:
-        self._forwards = self._positions = 0
-        self._tokens: torch.Tensor | int = 0
-        self._activations: torch.Tensor | int = 0
-        self._padding: torch.Tensor | int = 0
-        self._distinct: torch.Tensor | int = 0
-        self._at_positions: torch.Tensor | int = 0
+        self._totals.zero_()
 
     def add_dense(self, index_TK: torch.Tensor, step: Step) -> None:
         """A forward in which every pair runs, those of padding too."""
         T, K = index_TK.shape
         valid = step.count(T, index_TK.device)
-        self._activations = self._activations + valid * K
-        self._padding = self._padding + (T - valid) * K
-        token = torch.arange(T, device=index_TK.device).repeat_interleave(K)
-        self._add_forward(token, index_TK.flatten(), T, step)
+        self._add_columns(index_TK, step, valid * K, (T - valid) * K)
 
     def add_kept(self, index_TK: torch.Tensor, step: Step) -> None:
         """A forward in which the pairs run whose expert is in range."""
-        T, K = index_TK.shape
-        self._activations = self._activations + (index_TK < self._num_experts).sum()
-        token = torch.arange(T, device=index_TK.device).repeat_interleave(K)
-        self._add_forward(token, index_TK.flatten(), T, step)
+        self._add_columns(index_TK, step, (index_TK < self._num_experts).sum())
 
     def add_pairs(self, pairs: Pairs, num_tokens: int, step: Step) -> None:
-        self._activations = self._activations + pairs.expert.shape[0]
-        self._add_forward(pairs.slot // pairs.num_columns, pairs.expert, num_tokens, step)
+        token = pairs.slot // pairs.num_columns
+        self._add(token, pairs.expert, num_tokens, step, pairs.expert.shape[0])
 
-    def _add_forward(
-        self, token: torch.Tensor, expert: torch.Tensor, num_tokens: int, step: Step
+    def _add_columns(
+        self,
+        index_TK: torch.Tensor,
+        step: Step,
+        activations: torch.Tensor | int,
+        padding: torch.Tensor | int = 0,
     ) -> None:
-        self._tokens = self._tokens + step.count(num_tokens, expert.device)
-        self._forwards += 1
+        T, K = index_TK.shape
+        token = torch.arange(T, device=index_TK.device).repeat_interleave(K)
+        self._add(token, index_TK.flatten(), T, step, activations, padding)
+
+    def _add(
+        self,
+        token: torch.Tensor,
+        expert: torch.Tensor,
+        num_tokens: int,
+        step: Step,
+        activations: torch.Tensor | int,
+        padding: torch.Tensor | int = 0,
+    ) -> None:
         length = num_tokens // step.num_sequences
-        self._positions += length
         # one column more for pairs that do not run
         columns = self._num_experts + 1
         hit = torch.zeros(length * columns, dtype=torch.bool, device=expert.device)
         hit.index_fill_(0, token % length * columns + expert, True)
         hit = hit.view(length, columns)[:, :-1]
-        self._distinct = self._distinct + hit.any(0).sum()
-        self._at_positions = self._at_positions + hit.sum()
+        counts = dict(
+            tokens=step.count(num_tokens, expert.device),
+            activations=activations,
+            padding_activations=padding,
+            distinct_experts=hit.any(0).sum(),
+            forwards=1,
+            distinct_at_positions=hit.sum(),
+            positions=length,
+        )
+        # a layer whose weights are elsewhere while it rests runs on another device
+        with torch.inference_mode(False):
+            self._totals = self._totals.to(expert.device)
+        for field, total in zip(fields(LayerActivity), self._totals.unbind(), strict=True):
+            total.add_(counts[field.name])
 
     def read(self) -> LayerActivity:
-        return LayerActivity(
-            tokens=int(self._tokens),
-            activations=int(self._activations),
-            padding_activations=int(self._padding),
-            distinct_experts=int(self._distinct),
-            forwards=self._forwards,
-            distinct_at_positions=int(self._at_positions),
-            positions=self._positions,
-        )
+        return LayerActivity(*self._totals.tolist())
 
 
 def check_renormalises(layer: MoELayer, family: Family) -> None:
