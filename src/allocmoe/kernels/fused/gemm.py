@@ -40,24 +40,38 @@ def _activate(x, alpha, ACT: tl.constexpr):
 def _weights(
     w_ptr,
     w_desc,
-    row,
+    expert,
+    first,
     k,
     n,
+    n_mask,
     size_k,
+    outer,
     stride_n,
     stride_k,
-    BLOCK_K: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     EVEN_K: tl.constexpr,
+    EVEN_N: tl.constexpr,
     TMA: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
-    """A [BLOCK_K, BLOCK_N] tile of an expert's weights; `row` is its first row in `w_desc`."""
-    if TMA:
-        w = w_desc.load([row, k]).T
+    """A [BLOCK_K, WIDTH] tile of the weights of `expert`, from their row `first` on, or from their
+    column where transposed; an expert has `outer` of them."""
+    if TMA and TRANSPOSED:
+        w = w_desc.load([expert, k, first]).reshape(BLOCK_K, WIDTH)
+    elif TMA:
+        w = w_desc.load([expert * outer + first, k]).T
     else:
         ks = k + tl.arange(0, BLOCK_K)
         pointers = w_ptr + ks[:, None] * stride_k + n[None, :] * stride_n
-        mask = None if EVEN_K else ks[:, None] < size_k
-        w = tl.load(pointers, mask=mask, other=None if EVEN_K else 0.0)
+        if TRANSPOSED and not EVEN_N:
+            mask = n_mask[None, :] if EVEN_K else n_mask[None, :] & (ks[:, None] < size_k)
+            w = tl.load(pointers, mask=mask, other=0.0)
+        elif EVEN_K:
+            w = tl.load(pointers)
+        else:
+            w = tl.load(pointers, mask=ks[:, None] < size_k, other=0.0)
     return w
 
 
@@ -85,11 +99,13 @@ def _product(
     UP: tl.constexpr,
     GATED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     CLAMPED: tl.constexpr,
     ACT: tl.constexpr,
     BIAS: tl.constexpr,
     TMA: tl.constexpr,
     EVEN_K: tl.constexpr,
+    EVEN_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -104,59 +120,44 @@ def _product(
     x_ptrs = x_ptr + x_rows[:, None] * size_k + ks[None, :]
     w_ptr += expert64 * stride_e
 
-    n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    n_mask = n < size_n
-    if GATED and INTERLEAVED:
-        n2 = tile * 2 * BLOCK_N + tl.arange(0, 2 * BLOCK_N)
-        n2 = tl.where(n2 < 2 * size_n, n2, 0)
-        acc2 = tl.zeros((BLOCK_M, 2 * BLOCK_N), dtype=tl.float32)
-    else:
-        n_safe = tl.where(n_mask, n, 0)
-        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        row = expert * (2 * size_n if GATED else size_n) + tile * BLOCK_N
-        if GATED:
-            up = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    # where gate and up take turns, one tile holds both
+    WIDTH: tl.constexpr = 2 * BLOCK_N if INTERLEAVED else BLOCK_N
+    outer = 2 * size_n if GATED else size_n
+    first = tile * WIDTH
+    w_n = first + tl.arange(0, WIDTH)
+    w_mask = w_n < (outer if INTERLEAVED else size_n)
+    w_safe = tl.where(w_mask, w_n, 0)
+    # what lies side by side must stay so, or every number is fetched alone
+    w_at = w_n if TRANSPOSED else w_safe
+    acc = tl.zeros((BLOCK_M, WIDTH), dtype=tl.float32)
+    if GATED and not INTERLEAVED:
+        up = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
 
     for k in range(0, size_k, BLOCK_K):
         if EVEN_K:
             x = tl.load(x_ptrs + k, mask=row_mask[:, None], other=0.0)
         else:
             x = tl.load(x_ptrs + k, mask=row_mask[:, None] & (ks[None, :] + k < size_k), other=0.0)
-        if GATED and INTERLEAVED:
+        w = _weights(
+            w_ptr, w_desc, expert, first, k, w_at, w_mask, size_k, outer, stride_n, stride_k,
+            TRANSPOSED, EVEN_K, EVEN_N, TMA, BLOCK_K, WIDTH,
+        )  # fmt: skip
+        acc = tl.dot(x, w, acc)
+        if GATED and not INTERLEAVED:
             w = _weights(
-                w_ptr, w_desc, 0, k, n2, size_k, stride_n, stride_k, BLOCK_K, EVEN_K, False
-            )
-            acc2 = tl.dot(x, w, acc2)
-        else:
-            w = _weights(
-                w_ptr, w_desc, row, k, n_safe, size_k, stride_n, stride_k, BLOCK_K, EVEN_K, TMA
-            )
-            acc = tl.dot(x, w, acc)
-            if GATED:
-                w = _weights(
-                    w_ptr + size_n.to(tl.int64) * stride_n,
-                    w_desc,
-                    row + size_n,
-                    k,
-                    n_safe,
-                    size_k,
-                    stride_n,
-                    stride_k,
-                    BLOCK_K,
-                    EVEN_K,
-                    TMA,
-                )
-                up = tl.dot(x, w, up)
+                w_ptr + size_n.to(tl.int64) * stride_n, w_desc, expert, first + size_n, k, w_at,
+                w_mask, size_k, outer, stride_n, stride_k,
+                TRANSPOSED, EVEN_K, EVEN_N, TMA, BLOCK_K, WIDTH,
+            )  # fmt: skip
+            up = tl.dot(x, w, up)
 
-    if GATED and INTERLEAVED:
-        if BIAS:
-            acc2 += tl.load(bias_ptr + expert64 * 2 * size_n + n2).to(tl.float32)[None, :]
-        acc, up = tl.split(tl.reshape(acc2, (BLOCK_M, BLOCK_N, 2)))
-    elif BIAS:
-        bias_ptr += expert64 * (2 * size_n if GATED else size_n)
-        acc += tl.load(bias_ptr + n_safe).to(tl.float32)[None, :]
-        if GATED:
-            up += tl.load(bias_ptr + size_n + n_safe).to(tl.float32)[None, :]
+    if BIAS:
+        bias_ptr += expert64 * outer
+        acc += tl.load(bias_ptr + w_safe).to(tl.float32)[None, :]
+        if GATED and not INTERLEAVED:
+            up += tl.load(bias_ptr + size_n + w_safe).to(tl.float32)[None, :]
+    if INTERLEAVED:
+        acc, up = tl.split(tl.reshape(acc, (BLOCK_M, BLOCK_N, 2)))
     if CLAMPED:
         acc = tl.minimum(acc, limit, _NAN)
         up = tl.minimum(tl.maximum(up, -limit, _NAN), limit, _NAN)
@@ -164,9 +165,11 @@ def _product(
     if GATED:
         acc *= up + shift
 
+    n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     out_rows = rows if UP else slot
     out_ptrs = out_ptr + out_rows[:, None] * size_n + n[None, :]
-    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=row_mask[:, None] & n_mask[None, :])
+    mask = row_mask[:, None] & (n < size_n)[None, :]
+    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_blocks", "num_columns"])
@@ -193,6 +196,7 @@ def linear_kernel(
     UP: tl.constexpr,
     GATED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     CLAMPED: tl.constexpr,
     ACT: tl.constexpr,
     BIAS: tl.constexpr,
@@ -200,6 +204,7 @@ def linear_kernel(
     TAILS: tl.constexpr,
     TMA: tl.constexpr,
     EVEN_K: tl.constexpr,
+    EVEN_N: tl.constexpr,
     PAIRS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -233,7 +238,7 @@ def linear_kernel(
             _product(
                 x_ptr, w_ptr, w_desc, bias_ptr, out_ptr, rows, slot, rows < end, expert, tile,
                 num_columns, size_n, size_k, stride_e, stride_n, stride_k, alpha, limit, shift,
-                UP, GATED, INTERLEAVED, CLAMPED, ACT, BIAS, TMA, EVEN_K,
+                UP, GATED, INTERLEAVED, TRANSPOSED, CLAMPED, ACT, BIAS, TMA, EVEN_K, EVEN_N,
                 BLOCK_M // 2, BLOCK_N, BLOCK_K,
             )  # fmt: skip
             return
@@ -255,7 +260,8 @@ def linear_kernel(
     _product(
         x_ptr, w_ptr, w_desc, bias_ptr, out_ptr, rows, slot, row_mask, expert, tile,
         num_columns, size_n, size_k, stride_e, stride_n, stride_k, alpha, limit, shift,
-        UP, GATED, INTERLEAVED, CLAMPED, ACT, BIAS, TMA, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K,
+        UP, GATED, INTERLEAVED, TRANSPOSED, CLAMPED, ACT, BIAS, TMA, EVEN_K, EVEN_N,
+        BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
 
 

@@ -158,18 +158,24 @@ def _linear(
     if bias is not None:
         bias = bias.contiguous()
     descriptor = None
-    if tile.tma and stride_k == 1 and not interleaved and _takes_bulk_copies(weight):
-        rows = weight.view(-1, weight.shape[2])
-        descriptor = TensorDescriptor.from_tensor(rows, [tile.block_n, tile.block_k])
+    if tile.tma and _takes_bulk_copies(weight):
+        width = 2 * tile.block_n if interleaved else tile.block_n
+        if layout.transposed:  # by expert, so that nothing of the next one is read after the last k
+            descriptor = TensorDescriptor.from_tensor(weight, [1, tile.block_k, width])
+        else:
+            rows = weight.view(-1, weight.shape[2])
+            descriptor = TensorDescriptor.from_tensor(rows, [width, tile.block_k])
     clamped = not math.isinf(f.limit)
     linear_kernel[(routing.num_blocks * triton.cdiv(size_n, tile.block_n),)](
         x, weight, descriptor, bias, out, routing.index_TK, routing.slot, routing.table,
         T * K, routing.num_blocks, K, size_n, size_k, weight.stride(0), stride_n, stride_k,
         f.alpha, f.limit if clamped else 0.0, f.shift,
-        UP=up, GATED=f.gated, INTERLEAVED=interleaved, CLAMPED=clamped,
+        UP=up, GATED=f.gated, INTERLEAVED=interleaved, TRANSPOSED=layout.transposed,
+        CLAMPED=clamped,
         ACT=f.function, BIAS=bias is not None, SORTED=routing.table is not None,
         TAILS=blocks.block_m >= _TAILS,
         TMA=descriptor is not None, EVEN_K=size_k % tile.block_k == 0,
+        EVEN_N=size_n % tile.block_n == 0,
         PAIRS=triton.next_power_of_2(T * K) if routing.table is None else 0,
         BLOCK_M=blocks.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP_M=tile.group_m,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
