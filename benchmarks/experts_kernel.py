@@ -1,6 +1,6 @@
 """The routed experts of one layer: our kernel beside transformers' own, against the floor.
 
-    python benchmarks/experts_kernel.py -o benchmarks/results/experts_kernel_h200.json
+    python benchmarks/experts_kernel.py --shape gpt-oss-20b -o result.json
 
 One layer with random weights and a random router, each way captured in a CUDA graph with the same
 routing. The floor is the bytes of the distinct experts over the copy

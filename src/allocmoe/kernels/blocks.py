@@ -63,11 +63,12 @@ class BlockTable:
         return self.entries[-1][1]
 
 
-# found on an H200 at the experts' shape of DeepSeek-V2-Lite (2048 x 1408), by `tune`
+# Found on an H200 at the experts' shape of DeepSeek-V2-Lite (2048 x 1408), by `tune`. Blocks of 32
+# end where most experts would need two, and their weights would be read twice.
 _DEFAULT = BlockTable(
     (
         (4.0, Blocks(16, Tile(128, 128, 1, 4, 3, True), Tile(128, 128, 1, 4, 4, True))),
-        (64.0, Blocks(32, Tile(64, 128, 1, 4, 3, True), Tile(128, 128, 1, 4, 3, True))),
+        (32.0, Blocks(32, Tile(64, 128, 1, 4, 3, True), Tile(128, 128, 1, 4, 3, True))),
         (math.inf, Blocks(128, Tile(128, 64, 8, 8, 4, True), Tile(256, 64, 8, 8, 4, True))),
     )
 )
