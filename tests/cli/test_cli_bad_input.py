@@ -504,6 +504,16 @@ class TestOption:
         monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", reads_weights)
         assert words in fail(*command("profile", model), *options)
 
+    def test_sweeps_are_refused_before_weights_are_read(
+        self, model: Path, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        plan = tmp_path / "uniform.json"
+        succeed("plan", "--method", "uniform", "--budget", "50%", "--model", model, "-o", plan)
+        monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", reads_weights)
+        line = ["analyze", model, "--plan", plan, *SMALL, "-o", out]
+        assert "k_base is swept under alloc-t" in fail(*line, "--sweep-k-base")
+        assert "measure on other text" in fail(*line, "--sweep-texts", "builtin:heldout")
+
     @pytest.mark.parametrize("grid", ["0", "5", "1.5", "nan", "inf"])
     def test_grid_outside_the_model(self, model: Path, out: Path, grid: str) -> None:
         assert "grid" in fail("profile", model, "--grid", grid, *SMALL, "-o", out)

@@ -60,7 +60,7 @@ def test_status_runs_nothing(command: list[Any], tmp_path: Path) -> None:
     ran = succeed(*command, "-o", tmp_path / "out", "--status", "--json")
     assert ran.json["finished"] == 0
     assert ran.json["cells"] > 10
-    assert not (tmp_path / "out" / "cells").exists()
+    assert not (tmp_path / "out").exists()
 
 
 def test_only_some_kinds(command: list[Any], tmp_path: Path) -> None:

@@ -34,10 +34,13 @@ def run(args: argparse.Namespace) -> None:
     from allocmoe.codec import check_writable
     from allocmoe.evaluation.analysis import analyze
     from allocmoe.models import inspect_model
-    from allocmoe.planning.sweeps import sweep_k_base, sweep_texts
+    from allocmoe.planning.sweeps import check_k_base_sweep, sweep_k_base, sweep_texts
+    from allocmoe.text import check_disjoint
 
     check_writable(Path(args.output))
     plan = Plan.load(args.plan)
+    if args.sweep_k_base:
+        check_k_base_sweep(plan)
     plan.check_fits(common.load_skeleton(args).info)
     tokenizer = common.load_tokenizer(args)
     text = common.load_text(args, tokenizer)
@@ -45,6 +48,8 @@ def run(args: argparse.Namespace) -> None:
         name: common.load_named_text(name, tokenizer, 2 * args.sequences, args.length)
         for name in args.sweep_texts or []
     }
+    for source in sources.values():
+        check_disjoint(source, text)
     model = common.load_model(args)
     common.note_other_weights({args.plan: plan}, inspect_model(model).info)
     progress = common.make_progress()

@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> None:
     )
     analysis.save(directory / "analysis.json")
     progress.note("4/4 the report")
-    page = write_report(directory).page
+    page = write_report(directory, progress=progress).page
     common.console.print(quality_table(result))
     seconds = time.monotonic() - began
     common.console.print(f"done in {seconds:.0f} s; open {page} in a browser", soft_wrap=True)

@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> None:
     )
     args.model = job.weights
     info = common.load_skeleton(args).info
-    store = Store.open(folder, job)
+    store = Store.open(folder, job, begin=not args.status)
     prepared = _prepare(settings, job.data)
     for line in [] if prepared is None else _task_notes(prepared):
         common.console.print(f"note: {line}", style="yellow")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 from dataclasses import asdict
+from typing import Any
 
 from allocmoe.cli import common
 from allocmoe.errors import AllocMoEError
@@ -23,6 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     import torch
+    from transformers import StoppingCriteriaList
 
     from allocmoe.artifacts import Plan, TokenRule
     from allocmoe.cli.tables import activity_table
@@ -54,12 +56,20 @@ def run(args: argparse.Namespace) -> None:
         Controller(inspect_model(model), TokenRule()) if plan is None else apply(model, plan)
     )
     began = time.perf_counter()
-    with controlled as controller, torch.no_grad():
+    bar = common.make_progress().bar("generate", args.max_new_tokens)
+    with controlled as controller, torch.no_grad(), bar as told:
+
+        def count(ids_BS: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+            told.advance(1, f"{ids_BS.shape[1]} tokens so far")
+            return torch.zeros(len(ids_BS), dtype=torch.bool, device=ids_BS.device)
+
         output = model.generate(  # type: ignore[operator]
             **inputs,
             max_new_tokens=args.max_new_tokens,
             do_sample=False,
             pad_token_id=tokenizer.pad_token_id,
+            # asked after every token whether it was the last one
+            stopping_criteria=StoppingCriteriaList([count]),
         )
         activity = controller.activity()
     seconds = time.perf_counter() - began

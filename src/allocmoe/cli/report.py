@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     from allocmoe.report import write_report
 
-    written = write_report(args.directory, args.output)
+    written = write_report(args.directory, args.output, progress=common.make_progress())
     common.console.print(
         f"{len(written.artifacts)} artefacts, {len(written.plots) // 2} plots: saved in "
         f"{written.page}",

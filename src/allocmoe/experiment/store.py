@@ -24,8 +24,11 @@ class Store:
     experiment: str
 
     @classmethod
-    def open(cls, folder: Path, job: Job) -> Store:
-        """The folder for this experiment; one that holds another is refused."""
+    def open(cls, folder: Path, job: Job, *, begin: bool = True) -> Store:
+        """The folder for this experiment; one that holds another is refused.
+
+        Without `begin` nothing is written.
+        """
         file = folder / "experiment.json"
         check_writable(file)
         described = job.identity()
@@ -36,7 +39,7 @@ class Store:
                     f"{folder} holds another experiment ({_difference(found, described)}): "
                     "choose another folder"
                 )
-        else:
+        elif begin:
             write_json(file, described)
         text = json.dumps(described, sort_keys=True)
         return cls(folder, hashlib.sha256(text.encode()).hexdigest()[:16])

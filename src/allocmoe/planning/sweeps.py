@@ -25,16 +25,19 @@ def sweep_k_base(
     progress: Progress | None = None,
 ) -> list[SweepRow]:
     """The plan's layer budgets under Alloc-T with every k_base from 0 up."""
-    scope = plan.token.scope
-    if scope not in ("batch", "sequence"):
-        raise AllocMoEError(
-            f"k_base is swept under alloc-t in batch or sequence scope, not {plan.token.label}"
-        )
+    check_k_base_sweep(plan)
     plans = {
-        str(k): replace(plan, token=TokenRule("alloc-t", scope, k))
+        str(k): replace(plan, token=TokenRule("alloc-t", plan.token.scope, k))
         for k in range(max(plan.model.k_orig))
     }
     return _measure(model, plans, eval_text, batch_size, progress)
+
+
+def check_k_base_sweep(plan: Plan) -> None:
+    if plan.token.scope not in ("batch", "sequence"):
+        raise AllocMoEError(
+            f"k_base is swept under alloc-t in batch or sequence scope, not {plan.token.label}"
+        )
 
 
 def sweep_texts(
@@ -47,9 +50,10 @@ def sweep_texts(
     progress: Progress | None = None,
 ) -> list[SweepRow]:
     """Alloc-MoE at `budget`, profiled on each of `texts` in turn, measured on `eval_text`."""
+    for text in texts.values():
+        check_disjoint(text, eval_text)
     plans = {}
     for name, text in texts.items():
-        check_disjoint(text, eval_text)
         sensitivity = profile(model, text, batch_size=batch_size, progress=progress)
         plans[name] = solve(sensitivity, budget, method="alloc-moe")
     return _measure(model, plans, eval_text, batch_size, progress)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from allocmoe.codec import check_writable, write_bytes, write_text
 from allocmoe.errors import AllocMoEError
+from allocmoe.progress import Progress
 from allocmoe.report.analysis import analysis_plots
 from allocmoe.report.drawing import DARK, LIGHT, Plot, inline_svg, load_matplotlib, render
 from allocmoe.report.gather import Bundle, gather
@@ -25,7 +26,9 @@ class Written:
     artifacts: tuple[str, ...]
 
 
-def write_report(directory: str | Path, output: str | Path | None = None) -> Written:
+def write_report(
+    directory: str | Path, output: str | Path | None = None, *, progress: Progress | None = None
+) -> Written:
     """One HTML page of all artefacts in `directory`; the plots go into `directory`/plots too."""
     folder = Path(directory)
     page = folder / "report.html" if output is None else Path(output)
@@ -37,11 +40,13 @@ def write_report(directory: str | Path, output: str | Path | None = None) -> Wri
     plots = make_plots(bundle)
     drawings: dict[str, str] = {}
     files: dict[Path, bytes] = {}
-    for plot in plots:
-        light, dark = render(plot, LIGHT, "svg"), render(plot, DARK, "svg")
-        drawings[plot.key] = f"{inline_svg(plot, LIGHT, light)}\n{inline_svg(plot, DARK, dark)}"
-        files[folder / "plots" / f"{plot.key}.svg"] = light
-        files[folder / "plots" / f"{plot.key}.png"] = render(plot, LIGHT, "png")
+    with (progress or Progress()).bar("report", len(plots)) as bar:
+        for plot in plots:
+            light, dark = render(plot, LIGHT, "svg"), render(plot, DARK, "svg")
+            drawings[plot.key] = f"{inline_svg(plot, LIGHT, light)}\n{inline_svg(plot, DARK, dark)}"
+            files[folder / "plots" / f"{plot.key}.svg"] = light
+            files[folder / "plots" / f"{plot.key}.png"] = render(plot, LIGHT, "png")
+            bar.advance(1, plot.key)
     for path, data in files.items():
         write_bytes(path, data)
     write_text(page, make_page(bundle, plots, drawings))
