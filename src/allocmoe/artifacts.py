@@ -290,6 +290,8 @@ class Plan(Artifact):
     normalisation: Normalisation | None
     # the context of the sensitivity it was solved from, if any
     context: ContextName | None
+    # of the thresholds, where `text` is that of the sensitivity
+    threshold_text: TextInfo | None = None
 
     def __post_init__(self) -> None:
         k_orig = self.model.k_orig
@@ -381,6 +383,16 @@ class Quality:
     distinct_per_step: tuple[float, ...]
 
 
+def best_quality(rows: Sequence[Quality]) -> Quality:
+    """Of rows at one budget, the one with the lowest perplexity that keeps it.
+
+    Thresholds drift on other text, and who runs more has it easy. Where no row keeps the budget,
+    those are compared that exceed it least.
+    """
+    most = 1.005 * max(rows[0].budget, min(row.realised for row in rows))
+    return min((row for row in rows if row.realised <= most), key=lambda row: row.perplexity)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Evaluation(Artifact):
     """Qualities of several plans on one model and one text; the first row is the unmodified one."""
@@ -402,6 +414,12 @@ class Evaluation(Artifact):
                     raise AllocMoEError(
                         f"{name} of {row.name} has {found} entries for {num_layers} MoE layers"
                     )
+
+    @property
+    def sequences_a_step(self) -> int:
+        """How many sequences a decode step of `distinct_per_step` takes one token further."""
+        assert self.text is not None
+        return min(self.batch_size, self.text.num_sequences)
 
 
 @dataclass(frozen=True)

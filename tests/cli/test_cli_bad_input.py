@@ -488,6 +488,7 @@ class TestOption:
             (["--context", "around"], "needs the budget"),
             (["--budget", "50%"], "takes no budget"),
             (["--grid", "5"], "grid of k must lie in 1..4"),
+            (["--grid", "1,1.33333", "--token-rule", "batch"], "round it"),
             (["--batch-size", "0"], "batch_size must be 1 or more"),
             (["-o", "/dev/null/s.json"], "cannot be written"),
             (["--token-rule", "batch", "--k-base", "7"], "at most the model's own k of 4: 7"),
@@ -517,6 +518,18 @@ class TestOption:
     @pytest.mark.parametrize("grid", ["0", "5", "1.5", "nan", "inf"])
     def test_grid_outside_the_model(self, model: Path, out: Path, grid: str) -> None:
         assert "grid" in fail("profile", model, "--grid", grid, *SMALL, "-o", out)
+
+    @pytest.mark.parametrize("method", ["naee", "dynamic-moe"])
+    def test_no_batch_to_calibrate_on(self, model: Path, out: Path, method: str) -> None:
+        options = ["--method", method, "--budget", "50%", "--model", model, *SMALL, "-o", out]
+        assert "batch_size must be 1 or more" in fail("plan", *options, "--batch-size", "0")
+
+    def test_measured_on_the_text_that_was_profiled(self, model: Path, out: Path) -> None:
+        profiled = out.with_name("profiled.json")
+        heldout = ["--text", "builtin:heldout", "--sequences", "3", "--length", "32"]
+        succeed("profile", model, *heldout, "-o", profiled)
+        line = ["compare", model, "--budgets", "50%", *SMALL_PAIR, "-o", out]
+        assert "the very text to measure on" in fail(*line, "--sensitivity", profiled)
 
     def test_negative_k_base(self, model: Path, out: Path) -> None:
         options = ["--method", "alloc-t", "--budget", "50%", "--model", model, "-o", out]

@@ -100,5 +100,9 @@ def test_sweeps() -> None:
     by_text = sweep_texts(model, "50%", {"one": TEXT, "two": OTHER}, EVAL)
     assert [row.value for row in by_text] == ["one", "two"]
     assert all(sum(row.layer_budgets) <= 8 for row in by_text)
+    renormalising = tiny("mixtral")
+    plan = allocmoe.make_plan("alloc-t", "50%", model=renormalising, renormalise_over=4)
+    own = allocmoe.evaluate(renormalising, {"own": plan}, EVAL).rows[1]
+    assert sweep_k_base(renormalising, plan, EVAL)[1].perplexity == own.perplexity
     with pytest.raises(AllocMoEError, match="k_base is swept"):
         sweep_k_base(model, allocmoe.make_plan("uniform", "50%", model=model), EVAL)

@@ -66,6 +66,25 @@ def test_calibrated_layers_meet_their_budget_on_the_text(family: str, rule: Any)
         assert abs(ran.activations - budget * tokens) <= 1
 
 
+def test_one_p_leaves_layers_out_that_run_all_of_their_experts() -> None:
+    model = tiny("olmoe")
+    for layer, k in zip(model.model.layers, (2, 4, 6, 4), strict=True):
+        layer.mlp.gate.top_k = k
+    plan = allocmoe.make_plan("dynamic-moe", 14, model=model, text=TEXT)
+    assert plan.layer_budgets == (2, 4, 4, 4)
+    row = allocmoe.evaluate(model, {"p": plan}, TEXT).rows[1]
+    assert row.realised_per_layer == pytest.approx((2, 4, 4, 4), abs=0.02)
+
+
+def test_a_plan_names_the_text_of_its_thresholds() -> None:
+    model = tiny("olmoe")
+    plans = planner(model, scope="threshold")
+    plans.text = EVAL
+    plan = plans.plan("alloc-moe", 8)
+    assert (plan.text, plan.threshold_text) == (TEXT.info, EVAL.info)
+    assert plans.plan("alloc-l", 8).threshold_text is None
+
+
 def test_threshold_scope_is_batch_invariant() -> None:
     model = tiny("olmoe")
     plan = allocmoe.make_plan("alloc-t", "50%", model=model, text=TEXT, scope="threshold")
@@ -122,6 +141,10 @@ def test_solving_with_a_profile_of_the_token_rule() -> None:
     with pytest.raises(AllocMoEError, match="measured with alloc-t/batch"):
         allocmoe.solve(sensitivity, 8)
     assert allocmoe.solve(sensitivity, 8, method="alloc-moe").token == sensitivity.token
+    plan = allocmoe.make_plan("alloc-moe", 8, sensitivity=sensitivity)
+    assert plan.token == sensitivity.token
+    plan = allocmoe.make_plan("alloc-moe", 8, sensitivity=sensitivity, scope="sequence", k_base=1)
+    assert plan.token == TokenRule("alloc-t", "sequence", 1)
 
 
 def test_lexi_distances_against_the_block_itself() -> None:
@@ -189,6 +212,12 @@ def test_distinct_experts_of_a_decode_step() -> None:
     index = seen[1].view(4, 32, 2)  # the second run is the plan's
     expected = sum(len(set(index[:, s].flatten().tolist())) for s in range(32)) / 32
     assert result.rows[1].distinct_per_step[0] == pytest.approx(expected)
+    # a last batch of fewer sequences is another step
+    short = allocmoe.evaluate(model, {"half": plan}, EVAL, batch_size=3)
+    index = index[:3]
+    expected = sum(len(set(index[:, s].flatten().tolist())) for s in range(32)) / 32
+    assert short.rows[1].distinct_per_step[0] == pytest.approx(expected)
+    assert allocmoe.evaluate(model, {}, EVAL, batch_size=9).sequences_a_step == 4
 
 
 def test_optimize_keeps_what_measures_best(tmp_path: Path) -> None:
@@ -208,6 +237,8 @@ def test_optimize_keeps_what_measures_best(tmp_path: Path) -> None:
     assert allocmoe.Evaluation.load(tmp_path / "candidates.json") == best.evaluation
     with pytest.raises(AllocMoEError, match="measure on other text"):
         allocmoe.optimize(model, "50%", TEXT, TEXT, tmp_path)
+    with pytest.raises(AllocMoEError, match="below 12, the least that the grid of k can make"):
+        allocmoe.optimize(model, 8, TEXT, EVAL, tmp_path, ks=[3, 4])
 
 
 def test_methods_say_what_they_need() -> None:

@@ -30,6 +30,7 @@ from allocmoe.artifacts import (
     TextInfo,
     Timing,
     TokenRule,
+    best_quality,
     load_artifact,
 )
 from allocmoe.errors import AllocMoEError
@@ -116,8 +117,8 @@ def test_golden_file_loads_and_encodes_to_the_same_data(path: Path) -> None:
     data = json.loads(path.read_text())
     artifact = load_artifact(path)
     assert type(artifact) is KINDS[data["kind"]]
-    later = {"dtype": None, "batch_size": None} if isinstance(artifact, Sensitivity) else {}
-    assert artifact.to_json() == later | data
+    later = {Sensitivity: {"dtype": None, "batch_size": None}, Plan: {"threshold_text": None}}
+    assert artifact.to_json() == later.get(type(artifact), {}) | data
 
 
 # --- what is refused ---------------------------------------------------------------------------
@@ -462,3 +463,12 @@ def test_a_model_needs_as_many_experts_counts_as_layers() -> None:
 def test_the_main_metric_of_a_task(names: list[str], main: str) -> None:
     scores = {name: Score(1.0, None, None) for name in names}
     assert TaskResult("task", 1, 0, scores, 2.0, (1.0, 1.0)).main == main
+
+
+def test_the_best_quality_keeps_the_budget() -> None:
+    def row(name: str, perplexity: float, realised: float) -> Quality:
+        return Quality(name, "naee", "naee", 24, perplexity, 0.1, 0.1, 0.9, realised, (), ())
+
+    over, keeps, worse = row("over", 9.0, 30.2), row("keeps", 9.5, 24.05), row("worse", 9.9, 23.0)
+    assert best_quality([over, keeps, worse]) is keeps
+    assert best_quality([over, row("least", 9.8, 24.3)]).name == "least"

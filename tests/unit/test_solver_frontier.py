@@ -161,3 +161,20 @@ def test_works_without_torch() -> None:
         "assert solve_frontier([[1, 0]], [[1, 2]]).at(2).used == 2\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_equal_layers_tie_exactly(seed: int) -> None:
+    """Whatever the order in which equal costs are added up: more experts in earlier layers."""
+    row = np.random.default_rng(seed).random(5).round(2).tolist()
+    frontier = solve_frontier([row] * 6, [[1, 2, 3, 4, 5]] * 6)
+    for split in frontier.allocations:
+        assert (np.diff(split) <= 0).all(), split
+
+
+def test_costs_of_any_size() -> None:
+    huge = solve_frontier([[1e307, -1e307, 0.0], [1e307, 1e-300, 0.0]], [[1, 2, 3]] * 2)
+    assert huge.at(4).layer_budgets == (2, 2)
+    tiny = solve_frontier([[3e-310, 1e-310], [2e-310, 1e-310]], [[1, 2]] * 2)
+    assert tiny.at(3).layer_budgets == (2, 1)
+    assert solve_frontier([[0.0, 0.0]], [[1, 2]]).at(2).layer_budgets == (1,)

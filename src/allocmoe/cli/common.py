@@ -137,11 +137,13 @@ def add_rule_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--scope",
         choices=("batch", "sequence", "threshold"),
-        default="batch",
-        help="what Alloc-T pools over; threshold decides each token alone (default batch)",
+        help="what Alloc-T pools over; threshold decides each token alone (default: as the "
+        "sensitivity was measured, or batch)",
     )
     group.add_argument(
-        "--k-base", type=int, default=1, help="experts every token keeps (default 1)"
+        "--k-base",
+        type=int,
+        help="experts every token keeps (default: as the sensitivity was measured, or 1)",
     )
 
 

@@ -64,6 +64,12 @@ def run(args: argparse.Namespace) -> None:
         parse_budget(budget, info.k_orig)
     text, eval_text = common.load_text_pair(args, common.load_tokenizer(args))
     check_disjoint(text, eval_text)
+    profiled = None if sensitivity is None else sensitivity.text
+    if profiled is not None and profiled.sha256 == eval_text.info.sha256:
+        raise AllocMoEError(
+            f"{args.sensitivity} was measured on {eval_text.info.source}, the very text to "
+            "measure on: give another --eval-text"
+        )
     model = common.load_model(args)
     info = inspect_model(model).info
     progress = common.make_progress()

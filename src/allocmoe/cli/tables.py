@@ -23,6 +23,7 @@ from allocmoe.artifacts import (
     SweepRow,
     TaskEvaluation,
     Timing,
+    best_quality,
 )
 from allocmoe.report.tasks import LEGEND, task_summary, task_title
 
@@ -103,7 +104,7 @@ def plain_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
 
 
 def quality_table(evaluation: Evaluation, best: str | None = None) -> Table:
-    """One row a plan; `best` is marked, or else the lowest perplexity at each budget is."""
+    """One row a plan; `best` is marked, or else the best at each budget is."""
     text = evaluation.text
     assert text is not None
     table = NumberTable(
@@ -113,7 +114,7 @@ def quality_table(evaluation: Evaluation, best: str | None = None) -> Table:
         f"{text.num_sequences} x {text.sequence_length} tokens",
         caption="log rise: of the log-perplexity over the unmodified model. KL: to it, in nats a "
         "token.\nexperts: distinct experts a layer loads to decode "
-        f"{evaluation.batch_size} sequences together.",
+        f"{evaluation.sequences_a_step} sequences together.",
         box=box.SIMPLE_HEAD,
         padding=(0, 0),
     )
@@ -150,11 +151,10 @@ def _cells(row: Quality) -> list[str]:
 
 
 def _winners(rows: Sequence[Quality]) -> set[str]:
-    best: dict[float, Quality] = {}
+    at: dict[float, list[Quality]] = {}
     for row in rows[1:]:
-        if row.budget not in best or row.perplexity < best[row.budget].perplexity:
-            best[row.budget] = row
-    return {row.name for row in best.values()} if len(rows) > 2 else set()
+        at.setdefault(row.budget, []).append(row)
+    return {best_quality(own).name for own in at.values()} if len(rows) > 2 else set()
 
 
 def task_table(evaluation: TaskEvaluation) -> Table:

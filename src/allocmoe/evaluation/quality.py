@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -74,7 +74,9 @@ def _run(
         for number, ids in enumerate(batches):
             reference: torch.Tensor | None = None
             for name, plan in named:
-                logits = sums[name].run(moe, plan, ids.to(device))
+                logits = sums[name].run(
+                    moe, plan, ids.to(device), whole=len(ids) == len(batches[0])
+                )
                 if reference is None:
                     reference = logits
                 sums[name].compare(reference, logits)
@@ -115,10 +117,14 @@ class _Sums:
     activity: list[LayerActivity] = field(default_factory=list)
 
     @torch.no_grad()
-    def run(self, moe: MoEModel, plan: Plan | None, ids: torch.Tensor) -> torch.Tensor:
+    def run(
+        self, moe: MoEModel, plan: Plan | None, ids: torch.Tensor, *, whole: bool
+    ) -> torch.Tensor:
         with controlled(moe, plan) as controller:
             logits = logits_of(moe.model, ids)
             ran = controller.activity()
+        if not whole:  # fewer sequences load fewer experts a step
+            ran = [replace(layer, distinct_at_positions=0, positions=0) for layer in ran]
         before = self.activity
         self.activity = [a + b for a, b in zip(before, ran, strict=True)] if before else ran
         self.nll = self.nll + nll_sum(logits, ids)

@@ -43,15 +43,17 @@ class Planner:
     """Makes plans for one model; what several plans share is measured once.
 
     Give what the wanted methods need: a `sensitivity` for alloc-l and alloc-moe, the `model` for
-    lexi, and `model` and `text` for naee, dynamic-moe and alloc-t in threshold scope.
+    lexi, and `model` and `text` for naee, dynamic-moe and alloc-t in threshold scope. Where no
+    `scope` or `k_base` is given, alloc-moe runs alloc-t as the sensitivity was measured with it,
+    and else it is in batch scope with one expert for every token.
     """
 
     info: ModelInfo
     model: nn.Module | None = None
     text: Text | None = None
     sensitivity: Sensitivity | None = None
-    scope: Scope = "batch"
-    k_base: int = 1
+    scope: Scope | None = None
+    k_base: int | None = None
     renormalise_over: int | None = None
     normalisation: Normalisation = "log"
     lexi_search: Literal["exact", "evolve"] = "exact"
@@ -116,21 +118,27 @@ class Planner:
                 "would not help"
             )
         rule = "alloc-t" if method == "alloc-moe" else "none"
+        token = self._token(rule, plan.layer_budgets, plan.token)
         info, measured = self.info, self.sensitivity.model.fingerprint
         if info.fingerprint is None:
             info = replace(info, fingerprint=measured)  # the weights were not read
         elif measured not in (None, info.fingerprint):
             self.progress.note("the sensitivity was measured on other weights of this architecture")
-        return replace(plan, model=info, token=self._token(rule, plan.layer_budgets))
+        calibrated = self.text.info if token.thresholds and self.text is not None else None
+        return replace(plan, model=info, token=token, threshold_text=calibrated)
 
     def _uses_text(self) -> frozenset[str]:
         return NEEDS_TEXT | {"alloc-t"} if self.scope == "threshold" else NEEDS_TEXT
 
-    def _token(self, rule: Any, split: Sequence[float]) -> TokenRule:
+    def _token(
+        self, rule: Any, split: Sequence[float], measured: TokenRule | None = None
+    ) -> TokenRule:
         """The token rule, calibrated on the text where it has thresholds."""
-        scope = self.scope if rule == "alloc-t" else None
+        measured = measured or TokenRule("alloc-t", "batch")
+        scope = (self.scope or measured.scope) if rule == "alloc-t" else None
+        k_base = measured.k_base if self.k_base is None else self.k_base
         if rule not in NEEDS_TEXT and scope != "threshold":
-            return TokenRule(rule, scope, self.k_base, None, self.renormalise_over)
+            return TokenRule(rule, scope, k_base, None, self.renormalise_over)
         if self.model is None or self.text is None:
             name = rule if scope is None else f"{rule} in {scope} scope"
             raise AllocMoEError(f"{name} is calibrated on text: give a model and a text")
@@ -140,7 +148,7 @@ class Planner:
             split,
             rule=rule,
             scope=scope,
-            k_base=self.k_base,
+            k_base=k_base,
             renormalise_over=self.renormalise_over,
             batch_size=self.batch_size,
             progress=self.progress,

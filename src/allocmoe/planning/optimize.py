@@ -21,6 +21,7 @@ from allocmoe.artifacts import (
     Scope,
     Sensitivity,
     TokenRule,
+    best_quality,
 )
 from allocmoe.errors import AllocMoEError
 from allocmoe.evaluation.quality import UNMODIFIED, evaluate
@@ -89,6 +90,12 @@ def optimize(
 
     plain: Method = "uniform" if scope is None else "alloc-t"
     solved: Method = "alloc-l" if scope is None else "alloc-moe"
+    values = grid(ks, info.k_orig, token)
+    least = sum(own[0] for own in values)
+    if total < least:
+        raise AllocMoEError(
+            f"the budget {total} is below {least:g}, the least that the grid of k can make"
+        )
     plans: dict[str, Plan] = {plain: planner(None).plan(plain, budget)}
     for number, name in enumerate(contexts, 1):
         around = budget if name == "around" else None
@@ -99,7 +106,7 @@ def optimize(
             text,
             context=make_context(name, info.k_orig, around, token),
             token=token,
-            ks=grid(ks, info.k_orig, token),
+            ks=values,
             dtype=str(model.dtype),
             batch_size=batch_size,
         )
@@ -125,11 +132,11 @@ def optimize(
     evaluation = evaluate(model, plans, eval_text, batch_size=batch_size, progress=progress)
     evaluation.save(directory / "candidates.json")
     candidates = [row for row in evaluation.rows if row.name != UNMODIFIED]
-    winner = min(candidates, key=lambda row: row.perplexity)
+    winner = best_quality(candidates)
     if winner.realised > 1.005 * total:
         progress.note(
             f"{winner.name} ran {winner.realised:.2f} activations a token on this text, more than "
-            f"the {total}: thresholds drift; compare at what was realised"
+            f"the {total}: thresholds drift, and no candidate ran clearly fewer"
         )
     plan = plans[winner.name]
     plan.save(directory / "plan.json")

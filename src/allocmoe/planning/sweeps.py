@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from allocmoe.artifacts import Plan, SweepRow, TokenRule
+from allocmoe.artifacts import Plan, SweepRow
 from allocmoe.errors import AllocMoEError
 from allocmoe.evaluation.quality import evaluate
 from allocmoe.planning.solve import solve
@@ -27,7 +27,7 @@ def sweep_k_base(
     """The plan's layer budgets under Alloc-T with every k_base from 0 up."""
     check_k_base_sweep(plan)
     plans = {
-        str(k): replace(plan, token=TokenRule("alloc-t", plan.token.scope, k))
+        str(k): replace(plan, token=replace(plan.token, k_base=k))
         for k in range(max(plan.model.k_orig))
     }
     return _measure(model, plans, eval_text, batch_size, progress)

@@ -41,6 +41,8 @@ def calibrate(
     progress: Progress | None = None,
 ) -> TokenRule:
     """The rule with the thresholds that meet `layer_budgets` on `text`."""
+    if batch_size < 1:
+        raise AllocMoEError(f"batch_size must be 1 or more, not {batch_size}")
     draft = TokenRule(rule, scope, k_base, (0.0,) * len(moe.layers), renormalise_over)
     check_ids(moe.model, text.ids)
     scores = _Scores(moe)
@@ -116,17 +118,24 @@ def _one_for_all(
 ) -> tuple[float, ...]:
     num_layers, budget = len(layer_budgets), sum(layer_budgets)
     depth = len(controller.moe.decoder_layers)
-    p = 0.0
-    for round_number in range(_MAX_ROUNDS):
+    # a layer at its full budget runs all of it, whatever p is
+    k_orig = controller.moe.k_orig
+    obey = [layer for layer, k in enumerate(layer_budgets) if k < k_orig[layer]]
+    share = sum(layer_budgets[layer] for layer in obey)
+    tried: list[tuple[float, float]] = []
+    p = 1.0
+    for round_number in range(_MAX_ROUNDS if obey else 0):
         controller.reset()
         walk.peek(depth)
         realised = sum(layer.mean for layer in controller.activity())
         seen = scores.take()
-        if round_number > 0 and abs(realised - budget) <= _TOLERANCE * budget:
-            break
-        p = calibrate_dynamic_moe(seen, budget)
+        if round_number > 0:
+            tried.append((abs(realised - budget), p))
+            if tried[-1][0] <= _TOLERANCE * budget:
+                break
+        p = calibrate_dynamic_moe([seen[layer] for layer in obey], share)
         for control in controller.controls:
             control.threshold = p
         controller.set_budgets(layer_budgets)
         bar.advance(num_layers / _MAX_ROUNDS, f"round {round_number + 1}")
-    return (p,) * num_layers
+    return (min(tried)[1] if tried else p,) * num_layers

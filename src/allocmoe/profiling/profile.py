@@ -25,7 +25,7 @@ from allocmoe.profiling.ranks import Ranks, current_ranks
 from allocmoe.progress import Progress
 from allocmoe.runtime.engine import Engine
 from allocmoe.runtime.loss import num_predictions, overflow_hint, perplexity
-from allocmoe.solver import parse_budget, uniform, uniform_mean
+from allocmoe.solver import parse_budget, to_grid, uniform, uniform_mean
 from allocmoe.text import Text, check_ids, note_length
 
 # of a perplexity, relative; on text that a model knows no layer's falls that far
@@ -173,7 +173,11 @@ def grid(
         raise AllocMoEError(f"the grid of k must lie in 1..{max(k_orig)}: {list(ks)}")
     if token.rule == "none" and any(k != int(k) for k in ks):
         raise AllocMoEError(f"without a token rule the grid of k must be whole: {list(ks)}")
-    return tuple(tuple(sorted({float(k) for k in ks if k < own} | {float(own)})) for own in k_orig)
+    values = tuple(
+        tuple(sorted({float(k) for k in ks if k < own} | {float(own)})) for own in k_orig
+    )
+    to_grid(values)  # refuses what no budget could be solved on
+    return values
 
 
 def better_cut(sensitivity: Sensitivity) -> dict[int, float]:

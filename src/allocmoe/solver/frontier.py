@@ -15,6 +15,9 @@ from allocmoe.solver.budget import SLACK
 
 # The finest grid is 1/1000 activation: far finer than any measurement, and the DP stays small.
 MAX_DENOMINATOR = 1000
+# What every sum of costs fits in, and the cost of a total that no allocation has.
+_BITS = 61
+_UNREACHABLE = np.int64(2**62)
 
 
 @dataclass(frozen=True)
@@ -73,26 +76,28 @@ def solve_frontier(cost: Sequence[Sequence[float]], ks: Sequence[Sequence[float]
     Ties: the smaller total, then more experts in earlier layers.
     """
     check_costs(cost, ks)
-    k_units, denominator = _to_grid(ks)
+    k_units, denominator = to_grid(ks)
     # Count every layer from its smallest k, so that index 0 is the smallest total.
     extras = [[k - row[0] for k in row] for row in k_units]
 
-    best = np.zeros(1)
+    best = np.zeros(1, dtype=np.int64)
     choices: list[NDArray[np.intp]] = []
-    for layer_cost, layer_extras in zip(reversed(cost), reversed(extras), strict=True):
+    for layer_cost, layer_extras in zip(reversed(_to_whole(cost)), reversed(extras), strict=True):
         best, choice = _prepend_layer(layer_cost, layer_extras, best)
         choices.insert(0, choice)
 
-    costs, used = _best_up_to(best)
+    used = _best_up_to(best)
     num_budgets = len(best)
     assert np.all(used <= np.arange(num_budgets)), "an allocation exceeds its budget"
 
     # Walk forward for all budgets at once; `left` is the total still to hand out.
     left = used.copy()
     allocations = np.empty((num_budgets, len(ks)))
+    costs = np.zeros(num_budgets)
     for layer, choice in enumerate(choices):
         j = choice[left]
         allocations[:, layer] = np.asarray(ks[layer], dtype=np.float64)[j]
+        costs += np.asarray(cost[layer], dtype=np.float64)[j]
         left -= np.asarray(extras[layer])[j]
     assert not left.any(), "an allocation does not use the total its cost belongs to"
 
@@ -124,7 +129,7 @@ def check_costs(cost: Sequence[Sequence[float]], ks: Sequence[Sequence[float]]) 
                 raise AllocMoEError(f"layer {layer}, k={k:g}: the cost is {c}, not a finite number")
 
 
-def _to_grid(ks: Sequence[Sequence[float]]) -> tuple[list[list[int]], int]:
+def to_grid(ks: Sequence[Sequence[float]]) -> tuple[list[list[int]], int]:
     """Every k as a whole number of 1/denominator; the denominator is the least common one."""
     exact = [[Fraction(float(k)).limit_denominator(MAX_DENOMINATOR) for k in row] for row in ks]
     for layer, (row, exact_row) in enumerate(zip(ks, exact, strict=True)):
@@ -142,27 +147,38 @@ def _to_grid(ks: Sequence[Sequence[float]]) -> tuple[list[list[int]], int]:
     return [[int(fraction * denominator) for fraction in row] for row in exact], denominator
 
 
+def _to_whole(cost: Sequence[Sequence[float]]) -> list[list[int]]:
+    """The costs as whole numbers of 2**-n, as fine as their sums fit.
+
+    Sums of floats hang on their order, and equal ones would tie by chance.
+    """
+    exact = [[Fraction(float(c)) for c in row] for row in cost]
+    most = sum(max(map(abs, row)) for row in exact)
+    # most < 2 ** (the difference of their lengths + 1)
+    bits = most.numerator.bit_length() - most.denominator.bit_length() + 1
+    return [[round(c * Fraction(2) ** (_BITS - bits)) for c in row] for row in exact]
+
+
 def _prepend_layer(
-    layer_cost: Sequence[float], layer_extras: Sequence[int], best_after: NDArray[np.float64]
-) -> tuple[NDArray[np.float64], NDArray[np.intp]]:
-    """best[l] and the j behind each entry, from best[l+1]. An unreachable total costs infinity."""
+    layer_cost: Sequence[int], layer_extras: Sequence[int], best_after: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.intp]]:
+    """best[l] and the j behind each entry, from best[l+1]."""
     num_after = len(best_after)
-    best = np.full(num_after + layer_extras[-1], np.inf)
+    best = np.full(num_after + layer_extras[-1], _UNREACHABLE)
     choice = np.zeros(len(best), dtype=np.intp)
     # From the largest k down, so that a tie keeps the larger k in the earlier layer.
     for j in reversed(range(len(layer_cost))):
         window = slice(layer_extras[j], layer_extras[j] + num_after)
-        candidate = layer_cost[j] + best_after
+        candidate = np.where(best_after < _UNREACHABLE, layer_cost[j] + best_after, _UNREACHABLE)
         better = candidate < best[window]
         best[window][better] = candidate[better]
         choice[window][better] = j
     return best, choice
 
 
-def _best_up_to(best: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.intp]]:
-    """min_{t <= b} best[t] for every b, and the smallest t that attains it."""
-    costs = np.minimum.accumulate(best)
+def _best_up_to(best: NDArray[np.int64]) -> NDArray[np.intp]:
+    """The smallest t <= b with the least best[t], for every b."""
+    least = np.minimum.accumulate(best)
     improves = np.ones(len(best), dtype=bool)
-    improves[1:] = costs[1:] < costs[:-1]
-    used = np.maximum.accumulate(np.where(improves, np.arange(len(best)), 0))
-    return costs, used
+    improves[1:] = least[1:] < least[:-1]
+    return np.maximum.accumulate(np.where(improves, np.arange(len(best)), 0))
