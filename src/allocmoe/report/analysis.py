@@ -47,7 +47,8 @@ def _load(key: str, what: str, analysis: Analysis) -> Plot:
         handles, labels = axes[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside upper left", ncols=2)
         figure.supxlabel("experts, most loaded first (rank in the unmodified model)", size=10.5)
-        figure.supylabel("share of the layer's activations (%)", size=10.5)
+        # in one line it would reach the legend of a figure with one row
+        figure.supylabel("share of the layer's\nactivations (%)", size=10.5, ma="center")
 
     low = min(range(len(layers)), key=lambda index: layers[index].spearman)
     shift = statistics.fmean(x.entropy_after - x.entropy_before for x in layers)
@@ -57,8 +58,8 @@ def _load(key: str, what: str, analysis: Analysis) -> Plot:
         section="expert load",
         title=f"Expert load before and after {what}",
         caption=f"On {text_label(analysis.text)}. The order of the experts by load is kept with a "
-        f"rank correlation r of at least {layers[low].spearman:.3f} (layer {low}); the normalised "
-        f"entropy H of the load changes by {shift:+.4f} on average; the loads differ most in "
+        f"rank correlation r of at least {layers[low].spearman:z.3f} (layer {low}); the normalised "
+        f"entropy H of the load changes by {shift:+z.4f} on average; the loads differ most in "
         f"layer {far} (Jensen-Shannon divergence {layers[far].js_divergence:.4f} nats).",
         columns=(
             "MoE layer",
@@ -72,7 +73,7 @@ def _load(key: str, what: str, analysis: Analysis) -> Plot:
         rows=tuple(
             (
                 str(index),
-                f"{x.spearman:.4f}",
+                f"{x.spearman:z.4f}",
                 f"{x.entropy_before:.4f}",
                 f"{x.entropy_after:.4f}",
                 f"{x.js_divergence:.5f}",
@@ -87,8 +88,11 @@ def _load(key: str, what: str, analysis: Analysis) -> Plot:
 
 
 def _draw_load(ax: Axes, theme: Theme, index: int, layer: LayerAnalysis) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     order = sorted(range(len(layer.load_before)), key=lambda e: -layer.load_before[e])
     ranks = range(1, len(order) + 1)
+    ax.xaxis.set_major_locator(MaxNLocator(nbins="auto", integer=True, steps=(1, 2, 5, 10)))
     before = [100 * layer.load_before[e] for e in order]
     after = [100 * layer.load_after[e] for e in order]
     ax.fill_between(ranks, before, step="mid", color=theme.muted, alpha=0.35, label="before")
@@ -97,7 +101,7 @@ def _draw_load(ax: Axes, theme: Theme, index: int, layer: LayerAnalysis) -> None
     )
     change = layer.entropy_after - layer.entropy_before
     ax.set_title(
-        f"layer {index}: r {layer.spearman:.2f}\nΔH {change:+.3f}, JSD {layer.js_divergence:.3f}",
+        f"layer {index}: r {layer.spearman:z.2f}\nΔH {change:+z.3f}, JSD {layer.js_divergence:.3f}",
         size=9.5,
     )
 
@@ -142,7 +146,7 @@ def _entropy(key: str, what: str, analysis: Analysis) -> Plot:
 
 def _correlation(layer: LayerAnalysis) -> str:
     value = layer.entropy_correlation
-    return "none" if value is None else f"{value:+.2f}"
+    return "none" if value is None else f"{value:+z.2f}"
 
 
 def _entropy_line(layers: tuple[LayerAnalysis, ...]) -> str:
@@ -151,8 +155,8 @@ def _entropy_line(layers: tuple[LayerAnalysis, ...]) -> str:
         return "Every token keeps the same number of experts, so there is no correlation."
     more, fewer = sum(value > 0.1 for value in known), sum(value < -0.1 for value in known)
     return (
-        f"The rank correlation r runs from {min(known):+.2f} to {max(known):+.2f}: above +0.1, so "
-        f"that uncertain tokens keep more experts, in {more} of {len(known)} layers, and below "
+        f"The rank correlation r runs from {min(known):+z.2f} to {max(known):+z.2f}: above +0.1, "
+        f"so that uncertain tokens keep more experts, in {more} of {len(known)} layers, and below "
         f"-0.1 in {fewer}."
     )
 
@@ -167,7 +171,7 @@ def _sweep(key: str, over: str, what: str, rows: tuple[SweepRow, ...]) -> Plot:
             tone = theme.colours["alloc-moe"] if row is best else theme.muted
             ax.barh(place, row.log_rise, height=0.6, color=tone)
             ax.annotate(
-                f"{row.log_rise:+.4f}",
+                f"{row.log_rise:+z.4f}",
                 (max(row.log_rise, 0.0), place),
                 xytext=(4, 0),
                 textcoords="offset points",
@@ -187,13 +191,13 @@ def _sweep(key: str, over: str, what: str, rows: tuple[SweepRow, ...]) -> Plot:
         key=key,
         section="sweeps",
         title=f"Sweep over {over}: {what}",
-        caption=f"Best is {best.value} ({best.log_rise:+.4f}), worst {worst.value} "
-        f"({worst.log_rise:+.4f}): a spread of {worst.log_rise - best.log_rise:.4f}.",
+        caption=f"Best is {best.value} ({best.log_rise:+z.4f}), worst {worst.value} "
+        f"({worst.log_rise:+z.4f}): a spread of {worst.log_rise - best.log_rise:.4f}.",
         columns=(over.removeprefix("the "), "log rise", "perplexity", "realised", "layer budgets"),
         rows=tuple(
             (
                 row.value,
-                f"{row.log_rise:+.4f}",
+                f"{row.log_rise:+z.4f}",
                 f"{row.perplexity:.3f}",
                 f"{row.realised:.2f}",
                 " ".join(f"{b:g}" for b in row.layer_budgets),

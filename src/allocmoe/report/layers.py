@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 # the methods whose layer budgets are also read off evaluations
 _FROM_EVALUATIONS = ("alloc-moe", "alloc-l", "uniform")
 Budgets = tuple[float, ...]
+# names of the plans that are the same by layer -> (method, activations per token of each layer)
+Lines = dict[tuple[str, ...], tuple[str, Budgets]]
+_HATCHES = (None, "////", "....", "xxxx")
+_MOST_PLANS = 2 * len(_HATCHES)  # in a panel: more could not be told apart
 
 
 def sensitivity_plots(bundle: Bundle) -> list[Plot]:
@@ -55,7 +59,7 @@ def _heat_map(key: str, path: str, sensitivity: Sensitivity) -> Plot:
         + " The colour follows the root of the value, so that small ones can be told apart.",
         columns=("MoE layer", *(f"k={k:g}" for k in ks)),
         rows=tuple(
-            (str(layer), *(f"{row[k]:+.4f}" if k in row else "" for k in ks))
+            (str(layer), *(f"{row[k]:+z.4f}" if k in row else "" for k in ks))
             for layer, row in enumerate(cells)
         ),
         size=(min(9.0, 3.6 + 0.9 * len(ks)), 1.1 + 0.34 * len(cells)),
@@ -78,7 +82,9 @@ def _draw_heat_map(
             ax.add_patch(Rectangle(corner, 1, 1, facecolor=tone, edgecolor=theme.paper))
             light = 0.299 * tone[0] + 0.587 * tone[1] + 0.114 * tone[2] > 0.5
             ink = "#10151b" if light else "#ffffff"
-            ax.text(ks.index(k), layer, f"{value:.3f}", color=ink, ha="center", va="center", size=9)
+            ax.text(
+                ks.index(k), layer, f"{value:z.3f}", color=ink, ha="center", va="center", size=9
+            )
     ax.set_xlim(-0.5, len(ks) - 0.5)
     ax.set_ylim(len(cells) - 0.5, -0.5)
     ax.set_xticks(range(len(ks)), [f"{k:g}" for k in ks])
@@ -102,11 +108,11 @@ def _draw_heat_map(
 
 def _sensitivity_line(cells: list[dict[float, float]]) -> str:
     worst = [max(row.values()) for row in cells]
+    at = [max(row, key=lambda k: row[k]) for row in cells]
     most, least = worst.index(max(worst)), worst.index(min(worst))
-    k = min(cells[most])
     line = (
-        f"MoE layer {most} suffers most from fewer experts ({worst[most]:+.3f} at k={k:g}), "
-        f"layer {least} least ({worst[least]:+.3f})."
+        f"MoE layer {most} suffers most from fewer experts ({worst[most]:+z.3f} at "
+        f"k={at[most]:g}), layer {least} least ({worst[least]:+z.3f} at k={at[least]:g})."
     )
     middle = statistics.median(worst)
     if middle > 0 and worst[most] / middle >= 2:
@@ -123,7 +129,7 @@ def budget_plots(bundle: Bundle) -> list[Plot]:
     def draw(figure: Figure, theme: Theme) -> None:
         axes = panels(figure, len(found), 1)
         for ax, (budget, lines) in zip(axes, found.items(), strict=True):
-            _draw_budgets(ax, theme, budget, lines, most)
+            _draw_budgets(ax, theme, budget, _drawn(lines), most)
         axes[-1].set_xlabel("MoE layer")
 
     return [
@@ -131,12 +137,14 @@ def budget_plots(bundle: Bundle) -> list[Plot]:
             key="layer-budgets",
             section="layer budgets",
             title="Layer budgets of the plans",
-            caption=_budget_line(found) + " The dashed line is the even split.",
+            caption=" ".join(
+                (_budget_line(found), "The dashed line is the even split.", *_left_out(found))
+            ),
             columns=("budget", "plan", *(f"layer {layer}" for layer in range(num_layers))),
             rows=tuple(
-                (f"{budget:g}", label, *(f"{b:g}" for b in budgets))
+                (f"{budget:g}", ", ".join(names), *(f"{b:g}" for b in budgets))
                 for budget, lines in found.items()
-                for label, (_, budgets) in lines.items()
+                for names, (_, budgets) in lines.items()
             ),
             size=(9.0, 0.5 + 2.3 * len(found)),
             draw=draw,
@@ -144,8 +152,8 @@ def budget_plots(bundle: Bundle) -> list[Plot]:
     ]
 
 
-def _layer_budgets(bundle: Bundle) -> dict[float, dict[str, tuple[str, Budgets]]]:
-    """budget -> label -> (method, activations per token of each layer), without repetitions.
+def _layer_budgets(bundle: Bundle) -> dict[float, Lines]:
+    """The plans at each budget, those with the same layer budgets as one.
 
     Plans come first; an evaluation stands in for plans that are not in the folder.
     """
@@ -163,34 +171,52 @@ def _layer_budgets(bundle: Bundle) -> dict[float, dict[str, tuple[str, Budgets]]
             if q.method in _FROM_EVALUATIONS and (q.method, q.budget) not in have:
                 rounded = tuple(round(value, 2) for value in q.realised_per_layer)
                 names.setdefault((q.budget, rounded), {})[q.name] = q.method
-    found: dict[float, dict[str, tuple[str, Budgets]]] = {}
+    found: dict[float, Lines] = {}
     order = sorted(
         names.items(),
         key=lambda item: (-item[0][0], method_rank(min(item[1].values(), key=method_rank))),
     )
     for (budget, budgets), labels in order:
         method = min(labels.values(), key=method_rank)
-        found.setdefault(budget, {})[", ".join(labels)] = (method, budgets)
+        found.setdefault(budget, {})[tuple(labels)] = (method, budgets)
     return found
 
 
-def _draw_budgets(
-    ax: Axes, theme: Theme, budget: float, lines: dict[str, tuple[str, Budgets]], most: int
-) -> None:
+def _drawn(lines: Lines) -> Lines:
+    """The plans for which there is room: the first of every method, then the second of each."""
+    count: Counter[str] = Counter()
+    turns = {}
+    for names, (method, _) in lines.items():
+        turns[names] = count[method]
+        count[method] += 1
+    chosen = sorted(lines, key=lambda names: turns[names])[:_MOST_PLANS]
+    return {names: line for names, line in lines.items() if names in chosen}
+
+
+def _left_out(found: dict[float, Lines]) -> list[str]:
+    return [
+        f"At {budget:g}, {len(lines) - _MOST_PLANS} of {len(lines)} different plans are "
+        "not drawn; the table has them all."
+        for budget, lines in found.items()
+        if len(lines) > _MOST_PLANS
+    ]
+
+
+def _draw_budgets(ax: Axes, theme: Theme, budget: float, lines: Lines, most: int) -> None:
     width = 0.8 / len(lines)
     num_layers = len(next(iter(lines.values()))[1])
     tones: dict[str, int] = {}
-    for place, (label, (method, budgets)) in enumerate(lines.items()):
+    for place, (names, (method, budgets)) in enumerate(lines.items()):
         repeat = tones[method] = tones.get(method, -1) + 1
         ax.bar(
             [layer - 0.4 + (place + 0.5) * width for layer in range(num_layers)],
             budgets,
             width=0.92 * width,
-            label=short(label, 44),
-            # a second plan of a method is paler, a third hatched
+            label=_legend_label(names),
+            # plans of one method share its colour: every other is paler, and pairs are hatched
             color=colour(theme, method, place),
-            alpha=1.0 if repeat == 0 else 0.55,
-            hatch="////" if repeat > 1 else None,
+            alpha=0.55 if repeat % 2 else 1.0,
+            hatch=_HATCHES[repeat // 2],
             edgecolor=theme.paper,
             linewidth=0.4,
         )
@@ -204,7 +230,15 @@ def _draw_budgets(
     ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=9)
 
 
-def _budget_line(found: dict[float, dict[str, tuple[str, Budgets]]]) -> str:
+def _legend_label(names: tuple[str, ...]) -> str:
+    label = ", ".join(names)
+    if len(names) == 1 or len(label) <= 44:
+        return short(label, 44)
+    # cut in its middle, a list would read like one name
+    return f"{short(names[0], 34)} and {len(names) - 1} more"
+
+
+def _budget_line(found: dict[float, Lines]) -> str:
     lines = []
     for budget, plans in found.items():
         for method, budgets in plans.values():

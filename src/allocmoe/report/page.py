@@ -123,10 +123,10 @@ def _headlines(rows: Sequence[Measured], full: int) -> list[tuple[str, str, str]
         if best is None:
             continue
         q = best.quality
-        detail = f"log-perplexity {q.log_rise:+.3f}, top-1 {q.top1_agreement:.1%}"
+        detail = f"log-perplexity {q.log_rise:+z.3f}, top-1 {q.top1_agreement:.1%}"
         uniform = [r.quality.log_rise for r in at if r.quality.method == "uniform"]
         if uniform and q.method != "uniform":
-            detail += f"; uniform {min(uniform):+.3f}"
+            detail += f"; uniform {min(uniform):+z.3f}"
         found.append((f"best at {budget:g} of {full} ({budget / full:.0%})", q.name, detail))
     return found
 
@@ -230,7 +230,7 @@ def _result(row: Measured) -> tuple[str, ...]:
         f"{q.budget:g}",
         f"{q.realised:.2f}",
         f"{q.perplexity:.3f}",
-        f"{q.log_rise:+.4f}",
+        f"{q.log_rise:+z.4f}",
         "-" if q.kl is None else f"{q.kl:.4f}",
         f"{q.top1_agreement:.1%}",
         f"{distinct:.2f}",

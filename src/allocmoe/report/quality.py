@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 UNMODIFIED = "unmodified"
 Series = dict[str, list[Quality]]
+# of the second and further token rules of a method: marker and dashes
+_RULE_LOOKS = (("X", (0, (3, 1.2))), ("d", (0, (1, 1))), ("p", (0, (4, 1, 1, 1))))
 
 
 def quality_plots(bundle: Bundle) -> list[Plot]:
@@ -63,12 +65,15 @@ def _lowest(points: Sequence[Quality]) -> list[Quality]:
 
 def _quality(key: str, where: str, rows: list[Measured], full: int) -> Plot:
     series = _series(rows)
+    # a rule looks the same under every method that has several
+    rules = sorted({q[0].token for label, q in series.items() if label != q[0].method})
     spare = any(len(_lowest(points)) < len(points) for points in series.values())
 
     def draw(figure: Figure, theme: Theme) -> None:
         ax = figure.subplots()
         for index, (label, points) in enumerate(series.items()):
-            _draw_series(ax, theme, index, label, points)
+            rule = rules.index(points[0].token) if label != points[0].method else 0
+            _draw_series(ax, theme, index, rule, label, points)
         _scale_rise(ax, [q.log_rise for points in series.values() for q in points])
         ax.set_xlabel(f"realised activations per token, all MoE layers (unmodified: {full})")
         ax.set_ylabel("rise of the log-perplexity (nats per token)")
@@ -95,7 +100,7 @@ def _quality(key: str, where: str, rows: list[Measured], full: int) -> Plot:
                 q.token,
                 f"{q.budget:g}",
                 f"{q.realised:.2f}",
-                f"{q.log_rise:+.4f}",
+                f"{q.log_rise:+z.4f}",
                 f"{q.perplexity:.3f}",
             )
             for points in series.values()
@@ -106,10 +111,18 @@ def _quality(key: str, where: str, rows: list[Measured], full: int) -> Plot:
     )
 
 
-def _draw_series(ax: Axes, theme: Theme, index: int, label: str, points: list[Quality]) -> None:
+def _draw_series(
+    ax: Axes, theme: Theme, index: int, rule: int, label: str, points: list[Quality]
+) -> None:
     method = points[0].method
     ours = method.startswith("alloc-")
-    tone, shape = colour(theme, method, index), marker(method, index)
+    tone = colour(theme, method, index)
+    # the token rules of one method share its colour
+    shape, dashes = (
+        _RULE_LOOKS[(rule - 1) % len(_RULE_LOOKS)]
+        if rule
+        else (marker(method, index), "-" if ours else (0, (4, 2)))
+    )
     line = _lowest(points)
     ax.plot(
         [q.realised for q in line],
@@ -121,8 +134,7 @@ def _draw_series(ax: Axes, theme: Theme, index: int, label: str, points: list[Qu
         markeredgecolor=theme.paper,
         markeredgewidth=0.6,
         linewidth=2.4 if ours else 1.1,
-        # two token rules of one method share its colour
-        linestyle="-" if ours and "(" not in label else ("--" if ours else (0, (4, 2))),
+        linestyle=dashes,
         zorder=4 if ours else 3,
     )
     rest = [q for q in points if q not in line]
@@ -155,10 +167,10 @@ def _best_lines(rows: Sequence[Measured], full: int) -> list[str]:
             lines.append(f"At {budget:g} of {full} activations no plan keeps to the budget.")
             continue
         q = best.quality
-        line = f"At {budget:g} of {full} activations {q.name} is best ({q.log_rise:+.4f}"
+        line = f"At {budget:g} of {full} activations {q.name} is best ({q.log_rise:+z.4f}"
         uniform = [r.quality.log_rise for r in at if r.quality.method == "uniform"]
         if uniform and q.method != "uniform":
-            line += f", uniform {min(uniform):+.4f}"
+            line += f", uniform {min(uniform):+z.4f}"
         lines.append(line + ").")
     return lines
 
@@ -199,7 +211,7 @@ def _spending(key: str, where: str, rows: list[Measured]) -> Plot:
         caption=_spending_line(rows),
         columns=("plan", "method", "asked", "realised", "difference"),
         rows=tuple(
-            (q.name, q.method, f"{q.budget:g}", f"{q.realised:.3f}", f"{_excess(q):+.2f} %")
+            (q.name, q.method, f"{q.budget:g}", f"{q.realised:.3f}", f"{_excess(q):+z.2f} %")
             for points in series.values()
             for q in points
         ),
@@ -220,5 +232,5 @@ def _spending_line(rows: Sequence[Measured]) -> str:
     methods = ", ".join(sorted({q.method for q in over}, key=method_rank))
     return (
         f"More than half a percent over the budget: {methods}. The most is {most.name} with "
-        f"{most.realised:.2f} instead of {most.budget:g} ({_excess(most):+.1f} %)."
+        f"{most.realised:.2f} instead of {most.budget:g} ({_excess(most):+z.1f} %)."
     )

@@ -160,7 +160,7 @@ def _caption(benchmark: Benchmark) -> str:
     lines.append(
         f"The floor is what a step must read at {benchmark.copy_bytes_per_second / 1e9:.0f} GB/s, "
         "the speed of a copy. Measured again at the end, the unmodified model took "
-        f"{benchmark.prefill_drift:+.1%} (prefill) and {benchmark.decode_drift:+.1%} (decode)."
+        f"{benchmark.prefill_drift:+z.1%} (prefill) and {benchmark.decode_drift:+z.1%} (decode)."
     )
     if benchmark.random_weights:
         lines.append("The weights are random: a trained model routes less evenly.")

@@ -101,4 +101,4 @@ def _difference(base: TaskResult, result: TaskResult, metric: str) -> str:
 def _number(value: float | None, sign: str = "") -> str:
     if value is None:
         return "-"
-    return f"{value:{sign}.4f}" if abs(value) < 10 else f"{value:{sign}.5g}"
+    return f"{value:{sign}z.4f}" if abs(value) < 10 else f"{value:{sign}.5g}"

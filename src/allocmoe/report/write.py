@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,7 +11,15 @@ from allocmoe.codec import check_writable, write_bytes, write_text
 from allocmoe.errors import AllocMoEError
 from allocmoe.progress import Progress
 from allocmoe.report.analysis import analysis_plots
-from allocmoe.report.drawing import DARK, LIGHT, Plot, inline_svg, load_matplotlib, render
+from allocmoe.report.drawing import (
+    DARK,
+    LIGHT,
+    Plot,
+    file_mark,
+    inline_svg,
+    load_matplotlib,
+    render,
+)
 from allocmoe.report.gather import Bundle, gather
 from allocmoe.report.layers import budget_plots, sensitivity_plots
 from allocmoe.report.page import make_page
@@ -49,8 +59,20 @@ def write_report(
             bar.advance(1, plot.key)
     for path, data in files.items():
         write_bytes(path, data)
+    _remove_stale(folder / "plots", files)
     write_text(page, make_page(bundle, plots, drawings))
     return Written(page, tuple(files), tuple(bundle.artifacts))
+
+
+def _remove_stale(folder: Path, files: Container[Path]) -> None:
+    """Plots of an earlier report whose artefacts are gone; copies under other names are kept."""
+    for path in folder.glob("*.*"):
+        if path in files or path.suffix not in (".svg", ".png") or not path.is_file():
+            continue
+        # a file that cannot be read is not ours, and no reason to give no report
+        with suppress(OSError):
+            if file_mark(path.stem).encode() in path.read_bytes():
+                path.unlink()
 
 
 def make_plots(bundle: Bundle) -> list[Plot]:
