@@ -63,6 +63,16 @@ def test_status_runs_nothing(command: list[Any], tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def test_status_forgets_nothing(command: list[Any], tmp_path: Path) -> None:
+    out, short = tmp_path / "out", tmp_path / "short.txt"
+    short.write_text("too short")
+    command += ["-o", out, "--kinds", "profile", "--text", f"one={short}"]
+    assert "profile-t0-s0" in succeed(*command, "--json").json["left_out"]
+    kept = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    assert "profile-t0-s0" in succeed(*command, "--status", "--retry", "--json").json["left_out"]
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == kept
+
+
 def test_only_some_kinds(command: list[Any], tmp_path: Path) -> None:
     ran = succeed(*command, "-o", tmp_path / "out", "--kinds", "profile", "--json")
     assert ran.json["finished"] == ran.json["cells"] == 3

@@ -84,6 +84,8 @@ def test_budgets_are_the_same_share_of_any_model() -> None:
     assert [*own_budgets(model, info_of(8, 6, 24)).values()] == [40, 32, 24, 16]
     with pytest.raises(AllocMoEError, match="too few activations"):
         own_budgets(model, info_of(1, 2, 4))
+    with pytest.raises(AllocMoEError, match=r"52 of 156 is 13 of m's 40 .* 20 MoE layers need one"):
+        own_budgets(model, info_of(20, 2, 4))
 
 
 def test_every_cell_comes_after_what_it_needs() -> None:
@@ -217,6 +219,107 @@ def test_other_weights_in_the_same_folder_are_refused(
     assert Agenda(grid, store).left_out == {}
 
 
+@pytest.mark.parametrize(("text", "kind"), [("one", "profile"), ("other", "text")])
+def test_another_text_in_the_same_folder_is_refused(
+    text: str, kind: str, start: Callable[..., Any], tmp_path: Path
+) -> None:
+    file = tmp_path / "text.txt"
+    file.write_text("people in town read many books. " * 60)
+    job, grid, store = start(texts={text: str(file)})
+    run_grid(job, grid.only([kind]), store)
+    first = next(cell.id for cell in grid.cells if cell.kind == kind)
+    # what is left reads the text again
+    (store.folder / "cells" / "text-24-t0-s0.json").unlink(missing_ok=True)
+    file.write_text("many books were read by people. " * 60)
+    with pytest.raises(AllocMoEError, match=f"has other text than what {first} was measured on"):
+        run_grid(job, grid, store)
+    assert Agenda(grid, store).left_out == {}
+
+
+def scored(data: str) -> dict[str, Any]:
+    score = {"value": 0.5, "stderr": None, "higher_is_better": True}
+    return {
+        "plan": "unmodified",
+        "task": "sciq",
+        "num_items": 2,
+        "shots": 0,
+        "scores": {"acc,none": score},
+        "realised": 48.0,
+        "realised_per_layer": [6.0] * 8,
+        "data": data,
+    }
+
+
+def test_other_items_of_a_task_are_refused(
+    start: Callable[..., Any], settings: Settings, reference: ModelInfo
+) -> None:
+    _, _, store = start()
+    grid = make_grid(settings, settings.model("one"), reference, ["sciq"])
+    one, other = [cell for cell in grid.cells if cell.kind == "task"][:2]
+    store.save(one, {"result": scored("aa")})
+    with pytest.raises(AllocMoEError, match="not measured on the same content"):
+        Agenda(grid, store).finish(other, {"result": scored("bb")})
+    assert store.load(other) is None
+    Agenda(grid, store).finish(other, {"result": scored("aa")})
+
+
+def test_a_task_that_cannot_be_loaded_is_tried_once(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = []
+
+    def load(names: list[str], *_: Any, **__: Any) -> Any:
+        tried.append(names)
+        raise AllocMoEError("the hub is out of reach")
+
+    monkeypatch.setattr("allocmoe.experiment.worker.load_tasks", load)
+    worker = Worker(start()[0])
+    for _ in range(2):
+        with pytest.raises(AllocMoEError, match="the hub is out of reach"):
+            worker.run(Cell("task", task="sciq"), {})
+    assert tried == [["sciq"]]
+
+
+def test_a_folder_is_the_same_with_a_slash(start: Callable[..., Any]) -> None:
+    _, _, store = start(data="sets/", weights="./model/", texts={"one": "./a.txt"})
+    for data in ("sets", "./sets//"):
+        assert start(data=data, weights="model", texts={"one": "a.txt"})[2] == store
+    # as it was written before paths were made plain: its cells stay valid
+    file = store.folder / "experiment.json"
+    file.write_text(file.read_text().replace('"sets"', '"sets/"'))
+    old = start(data="sets/", weights="model", texts={"one": "a.txt"})[2]
+    assert old.experiment != store.experiment
+    assert start(data="sets", weights="model", texts={"one": "a.txt"})[2] == old
+
+
+def test_only_what_begins_must_be_writable(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, _, store = start()
+
+    def refuse(path: Path) -> None:
+        raise AllocMoEError(f"{path}: cannot be written")
+
+    monkeypatch.setattr("allocmoe.experiment.store.check_writable", refuse)
+    assert Store.open(store.folder, job, begin=False) == store
+    with pytest.raises(AllocMoEError, match="cannot be written"):
+        Store.open(store.folder, job)
+
+
+@pytest.mark.parametrize(
+    ("cell", "line"),
+    [
+        (Cell("task", task="sciq"), r"task-sciq-unmodified.json: result: the key .* is missing"),
+        (Cell("plan", plan=PlanName("uniform", 24)), r"plan-uniform@24.json: result: kind is None"),
+    ],
+)
+def test_a_damaged_cell_is_named(cell: Cell, line: str, start: Callable[..., Any]) -> None:
+    store = start()[2]
+    store.save(cell, {"result": {}})
+    with pytest.raises(AllocMoEError, match=f"{line}.*; delete it to run it again"):
+        store.load(cell)
+
+
 def test_a_foreign_cell_is_refused(start: Callable[..., Any]) -> None:
     job, grid, store = start()
     cell = Cell("plan", plan=PlanName("uniform", 24))
@@ -244,6 +347,35 @@ def test_a_wrong_file_is_refused(tmp_path: Path) -> None:
             load_settings(str(write_experiment(tmp_path, contexts=contexts)))
     path.write_text("title = ")
     with pytest.raises(AllocMoEError, match=r"tiny\.toml: "):
+        load_settings(str(path))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "line"),
+    [
+        ("seeds", "0", "seeds must be 1 or more, not 0"),
+        ("sequences", "0", "calibration: sequences must be 1 or more, not 0"),
+        ("length", "1", "calibration: length must be 2 or more, not 1"),
+        ("limit", "-1", "tasks: limit must be 0 or more, not -1"),
+        ("batch_size", "0", "batch_size must be 1 or more, not 0"),
+        ("full", "0", "models.one: full must be 1 or more, not 0"),
+        ("budgets", "[49, 24]", r"a budget must be 1 to 48 \(full\), not 49"),
+        ("budgets", "[24, 0]", r"a budget must be 1 to 48 \(full\), not 0"),
+        ("budgets", "[24, 24]", "a budget is named twice"),
+        ("methods", '["uniform", "uniform"]', "methods: a method is named twice"),
+        ("published.speedup", "{ prefill = 1.1 }", "must have prefill and decode, or nothing"),
+        (
+            "published.ablation",
+            "{ Uniform = [50.0] }",
+            "published: ablation.Uniform has 1 numbers for 2 budgets",
+        ),
+    ],
+)
+def test_a_wrong_setting_is_refused(key: str, value: str, line: str, tmp_path: Path) -> None:
+    path = write_experiment(tmp_path)
+    old = next(row for row in path.read_text().splitlines() if row.startswith(f"{key} ="))
+    path.write_text(path.read_text().replace(old, f"{key} = {value}"))
+    with pytest.raises(AllocMoEError, match=f"tiny.toml: .*{line}"):
         load_settings(str(path))
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from allocmoe.experiment.claims import Claim, make_claims
+from allocmoe.experiment.figures.routing import expert_load, layers_and_tokens
 from allocmoe.experiment.grid import Cell, PlanName
 from allocmoe.experiment.results import Measure, Results, Value, mean_value
 from allocmoe.experiment.tables import Table, make_tables
@@ -208,6 +209,8 @@ def test_claims_that_they_do_not() -> None:
     ("shifts", "verdict"),
     [
         ((0.0, 0.0, 0.0), "holds"),
+        # on average nearer than what Alloc-L gains, but not surely
+        ((0.0, 0.02, 0.05), "within noise"),
         # far apart, but not the same way for every seed
         ((0.7, -0.2, 0.1), "within noise"),
         # surely further apart than what Alloc-L gains
@@ -230,6 +233,70 @@ def test_texts_that_lie_apart(shifts: tuple[float, ...], verdict: str) -> None:
         replace(results, found=moved), "the calibration text hardly matters", "perplexity"
     )
     assert claim.verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("speedups", "drift", "here", "verdict"),
+    [
+        # by budget, from the largest to the smallest
+        ((1.1, 1.2, 1.3), 0.01, "1.00, 1.10, 1.20, 1.30, noise 1.0%", "holds"),
+        ((1.1, 1.2, 1.15), 0.01, "1.00, 1.10, 1.20, 1.15, noise 1.0%", "does not hold"),
+        ((1.1, 1.2, 1.19), -0.02, "1.00, 1.10, 1.20, 1.19, noise 2.0%", "within noise"),
+        ((1.1,), 0.0, "1.00, 1.10, noise 0.0%", "holds"),
+        # slower than the unmodified model
+        ((0.9, 1.2), 0.0, "1.00, 0.90, 1.20, noise 0.0%", "does not hold"),
+    ],
+)
+def test_fewer_activations_are_faster(
+    speedups: tuple[float, ...], drift: float, here: str, verdict: str
+) -> None:
+    results = make_results()
+    budgets = sorted(results.grid.budgets, reverse=True)[: len(speedups)]
+    found = dict(results.found["speed-all"]) | {"decode_drift": drift}
+    of = {PlanName("alloc-moe", b).label: s for b, s in zip(budgets, speedups, strict=True)}
+    found["rows"] = [
+        row | {"decode": row["decode"] | {"speedup": of[row["name"]]}}
+        for row in found["rows"]
+        if row["name"] in of
+    ]
+    # the order of the settings does not matter
+    grid = replace(results.grid, budgets=tuple(budgets[::-1]))
+    changed = replace(results, grid=grid, found={**results.found, "speed-all": found})
+    claim = claim_of(changed, "fewer activations are faster, budget after budget", "decode")
+    assert (claim.here, claim.verdict) == (here, verdict)
+
+
+def test_all_that_tie_are_bold() -> None:
+    results = make_results()
+    found = dict(results.found)
+    for cell in results.grid.cells:
+        if cell.kind == "text":
+            rows = [row | {"log_rise": 0.1 + 0.01 * cell.seed} for row in found[cell.id]["rows"]]
+            found[cell.id] = found[cell.id] | {"rows": rows}
+    table = table_of(replace(results, found=found), "main-wikitext2-test")
+    assert all(cell.startswith("**") for row in table.rows for cell in row[1:])
+
+
+def test_any_budget_tells_the_unmodified_perplexity() -> None:
+    whole = make_results()
+    last = make_results(keep=lambda c: c.kind != "text" or c.budget == whole.grid.budgets[-1])
+    assert last.unmodified_perplexity(1) == whole.unmodified_perplexity(1) == Value((10.0, 10.0))
+    one_seed = make_results(keep=lambda cell: cell.kind != "text" or cell.seed == 1)
+    assert one_seed.unmodified_perplexity(1) is None
+
+
+def test_captions_tell_their_seeds() -> None:
+    results = make_results(keep=lambda cell: cell.id != "analysis-s0")
+    assert [plot.caption[-14:] for plot in expert_load(results)] == [" Seed 1 alone."]
+    (plot,) = layers_and_tokens(results)
+    assert {row[1] for row in plot.rows if row[0] == "kept"} == {"1"}
+    both = make_results()
+    layers = [analysis.layers[1] for analysis in both.analyses]
+    (plot,) = layers_and_tokens(both)
+    low = statistics.fmean(layer.kept_by_entropy[0][1] for layer in layers)
+    mean = statistics.fmean(layer.entropy_correlation or 0.0 for layer in layers)
+    assert f"the most decided tenth of the tokens keeps {low:.2f} experts" in plot.caption
+    assert f"is {mean:.2f}. Lines are seeds, the numbers means of 2." in plot.caption
 
 
 def test_claims_within_the_noise() -> None:

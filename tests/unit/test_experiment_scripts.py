@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import json
 import lzma
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from allocmoe.codec import encode, read_json
+from allocmoe.experiment.claims import make_claims
+from allocmoe.experiment.settings import load_settings
+from allocmoe.experiment.tables import make_tables
+from allocmoe.experiment.write import claims_table, markdown
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "experiments" / "results"
@@ -27,6 +34,18 @@ def test_verdicts_in_the_docs_are_those_of_the_results() -> None:
     assert len(rows) == 2 + 16
     for row in rows[2:]:
         assert row in page
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_results_are_what_the_code_makes_of_the_cells(name: str) -> None:
+    folder = RESULTS / name
+    unpack = runpy.run_path(str(ROOT / "experiments" / "collect.py"))["unpack"]
+    results, kept = unpack(folder, load_settings("small")), read_json(folder / "results.json")
+    assert kept["claims"] == encode(make_claims(results))
+    assert kept["tables"] == encode(make_tables(results))
+    page = (folder / "results.md").read_text(encoding="utf-8")
+    for line in markdown(claims_table(make_claims(results))):
+        assert line in page
 
 
 def test_packing_keeps_every_cell_and_its_numbers(tmp_path: Path) -> None:

@@ -50,7 +50,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a file or another source for one of the experiment's texts; give it again for more",
     )
     parser.add_argument(
-        "--kinds", type=common.word_list, metavar="KIND,...", help="only cells of these kinds"
+        "--kinds",
+        type=common.word_list,
+        metavar="KIND,...",
+        help="only cells of these kinds, and the profiles and plans that they need",
     )
     parser.add_argument("--status", action="store_true", help="show what is done and left, and end")
     parser.add_argument(
@@ -105,7 +108,7 @@ def run(args: argparse.Namespace) -> None:
     if prepared is not None:
         tasks = [task for task in tasks if task in prepared.names]
     whole = make_grid(settings, model, info, tasks)
-    if args.retry:
+    if args.retry and not args.status:
         store.retry(whole.cells)
     grid = whole.only(args.kinds) if args.kinds else whole
     common.console.print(plain_table(*_status(grid, Agenda(grid, store))))

@@ -106,11 +106,17 @@ class Grid:
 def own_budgets(model: ModelSettings, info: ModelInfo) -> dict[int, int]:
     """The settings' budgets as the same share of another model's activations."""
     full = sum(info.k_orig)
-    found = {budget: max(len(info.k_orig), budget * full // model.full) for budget in model.budgets}
+    found = {budget: budget * full // model.full for budget in model.budgets}
     if len({*found.values()}) < len(found):
         raise AllocMoEError(
             f"{info.id} has too few activations ({full}) to tell the budgets apart: "
             f"{', '.join(map(str, model.budgets))} of {model.full}"
+        )
+    least = min(found, key=found.__getitem__)
+    if found[least] < len(info.k_orig):
+        raise AllocMoEError(
+            f"the budget {least} of {model.full} is {found[least]} of {info.id}'s {full} "
+            f"activations: its {len(info.k_orig)} MoE layers need one each"
         )
     return found
 

@@ -27,6 +27,7 @@ from allocmoe.artifacts import (
     Speed,
 )
 from allocmoe.codec import decode
+from allocmoe.evaluation.quality import UNMODIFIED
 from allocmoe.experiment.grid import Cell, Grid, PlanName
 from allocmoe.experiment.settings import ModelSettings, Settings, TaskSettings
 
@@ -101,9 +102,7 @@ def mean_value(values: Sequence[Value | None], *, same_items: bool = False) -> V
     known = [value for value in values if value is not None]
     if not known or len(known) < len(values):
         return None
-    num_seeds = max(len(value.samples) for value in known)
-    # what no seed changes counts for every seed
-    rows = [v.samples if len(v.samples) == num_seeds else v.samples * num_seeds for v in known]
+    rows = _by_seed(known)
     errors = [value.stderr for value in known if value.stderr is not None]
     stderr = None
     if len(errors) == len(known):
@@ -114,6 +113,24 @@ def mean_value(values: Sequence[Value | None], *, same_items: bool = False) -> V
             for task, found in value.items.items():
                 items[task] = items.get(task, 0.0) + found / len(known)
     return Value(tuple(map(statistics.fmean, zip(*rows, strict=True))), stderr, items)
+
+
+def minus(one: Value, other: Value) -> Value:
+    """The difference, seed by seed and item by item."""
+    samples = tuple(a - b for a, b in zip(*_by_seed([one, other]), strict=True))
+    stderr = None
+    if one.stderr is not None and other.stderr is not None:
+        stderr = math.hypot(one.stderr, other.stderr)
+    items = {}
+    if one.items and other.items:
+        items = {task: one.items[task] - found for task, found in other.items.items()}
+    return Value(samples, stderr, items)
+
+
+def _by_seed(values: Sequence[Value]) -> list[tuple[float, ...]]:
+    """Their samples; what no seed changes counts for every seed."""
+    num_seeds = max(len(value.samples) for value in values)
+    return [v.samples if len(v.samples) == num_seeds else v.samples * num_seeds for v in values]
 
 
 def _noise(one: Value, other: Value) -> float | None:
@@ -261,14 +278,13 @@ class Results:
         return mean_value([None if f is None else Value((float(f["realised"]),)) for f in found])
 
     def unmodified_perplexity(self, text: int) -> Value | None:
-        values = []
-        for seed in range(self.settings.seeds):
-            cell = Cell("text", text=text, seed=seed, budget=self.grid.budgets[0])
-            if cell.id not in self.found:
-                return None
-            evaluation = Evaluation.from_json(self.found[cell.id], cell.id)
-            values.append(evaluation.rows[0].perplexity)
-        return Value(tuple(values))
+        """By whatever budget is finished, for all of them measure it."""
+        known = {
+            seed: rows[UNMODIFIED].perplexity
+            for (number, seed, _), rows in self._evaluations.items()
+            if number == text
+        }
+        return Value(tuple(known.values())) if len(known) == self.settings.seeds else None
 
     def _by_seed(self, plan: PlanName) -> list[PlanName]:
         """The plan under every seed of the tasks, or alone if it is the same under all."""
@@ -282,9 +298,13 @@ class Results:
 
     @cached_property
     def analyses(self) -> list[Analysis]:
-        """Of Alloc-MoE at half the budget, one a seed."""
-        cells = [c for c in self.grid.cells if c.kind == "analysis" and c.id in self.found]
+        """Of Alloc-MoE at half the budget, one for each of `analysed_seeds`."""
+        cells = [Cell("analysis", seed=seed) for seed in self.analysed_seeds]
         return [Analysis.from_json(self.found[cell.id], cell.id) for cell in cells]
+
+    @property
+    def analysed_seeds(self) -> list[int]:
+        return [c.seed for c in self.grid.cells if c.kind == "analysis" and c.id in self.found]
 
     @cached_property
     def benchmark(self) -> Benchmark | None:

@@ -10,7 +10,7 @@ from typing import Any
 from allocmoe.errors import AllocMoEError
 from allocmoe.experiment.grid import Cell, Grid
 from allocmoe.experiment.store import Store
-from allocmoe.experiment.worker import Job, Result, Worker
+from allocmoe.experiment.worker import Input, Job, Result, Worker, input_of
 from allocmoe.progress import Bar, Progress
 
 
@@ -26,6 +26,8 @@ class Agenda:
     died: set[str] = field(default_factory=set)
     left: list[Cell] = field(default_factory=list)
     results: dict[str, Result] = field(default_factory=dict)
+    # what finished cells read: the first cell that did, and the sha256
+    inputs: dict[Input, tuple[str, str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.left = list(self.grid.cells)
@@ -36,7 +38,7 @@ class Agenda:
         for cell in list(self.left):
             found = self.store.load(cell)
             if found is not None:
-                self.results[cell.id] = found["result"]
+                self._keep(cell, found["result"])
                 self.left.remove(cell)
 
     @property
@@ -54,8 +56,21 @@ class Agenda:
         return None
 
     def finish(self, cell: Cell, found: Result) -> None:
+        self._keep(cell, found["result"])
         self.store.save(cell, found)
-        self.results[cell.id] = found["result"]
+
+    def _keep(self, cell: Cell, result: Result) -> None:
+        """Refuses a result on other content than that of an earlier one."""
+        read = input_of(cell, result)
+        if read is not None:
+            what, sha256 = read
+            first, known = self.inputs.setdefault(what, (cell.id, sha256))
+            if sha256 != known:
+                raise AllocMoEError(
+                    f"{cell.id} and {first} were not measured on the same content: give the same "
+                    "text and data as before, or choose another folder"
+                )
+        self.results[cell.id] = result
 
     def fail(self, cell: Cell, reason: str) -> None:
         self.store.leave_out(cell, reason)
@@ -111,15 +126,17 @@ def run_grid(
 def _run_here(job: Job, agenda: Agenda, bar: Bar, progress: Progress) -> None:
     share = _CellProgress(bar, progress)
     worker = Worker(job, share)
-    worker.check(agenda.fingerprint)
+    worker.check(agenda.fingerprint, agenda.inputs)
     while (found := agenda.next()) is not None:
         cell, inputs = found
         share.begin(cell.id)
         try:
-            agenda.finish(cell, worker.run(cell, inputs))
+            result = worker.run(cell, inputs)
         except AllocMoEError as error:
             progress.note(f"{cell.id} is left out: {error}")
             agenda.fail(cell, str(error))
+        else:
+            agenda.finish(cell, result)
         share.end()
 
 
@@ -176,7 +193,7 @@ def _run_with_ray(
         kind = ray.remote(num_gpus=gpus, num_cpus=1)(Worker)
         idle = [kind.remote(job) for _ in range(workers)]
         try:
-            ray.get([actor.check.remote(agenda.fingerprint) for actor in idle])
+            ray.get([actor.check.remote(agenda.fingerprint, agenda.inputs) for actor in idle])
         except ray.exceptions.RayTaskError as error:
             raise error.cause from None
         running: dict[Any, tuple[Cell, Any]] = {}
@@ -189,7 +206,7 @@ def _run_with_ray(
             (done,), _ = ray.wait([*running], num_returns=1)
             cell, actor = running.pop(done)
             try:
-                agenda.finish(cell, ray.get(done))
+                result = ray.get(done)
             except ray.exceptions.RayTaskError as error:
                 if not isinstance(error.cause, AllocMoEError):
                     raise
@@ -203,6 +220,7 @@ def _run_with_ray(
                 agenda.died.add(cell.id)
                 agenda.left.insert(0, cell)
             else:
+                agenda.finish(cell, result)
                 bar.advance(1, cell.id)
             idle.append(actor)
     finally:

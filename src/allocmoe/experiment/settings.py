@@ -39,6 +39,8 @@ class Calibration:
 
     def __post_init__(self) -> None:
         _check_names(self.texts)
+        _at_least(1, sequences=self.sequences, batch_size=self.batch_size)
+        _at_least(2, length=self.length)
         if not self.texts:
             raise AllocMoEError("there is no text to calibrate on")
         if not self.contexts or len({*self.contexts}) < len(self.contexts):
@@ -56,6 +58,13 @@ class Measurement:
 
     def __post_init__(self) -> None:
         _check_names(self.texts)
+        _at_least(1, sequences=self.sequences)
+
+
+def _at_least(least: int, **values: int) -> None:
+    for name, value in values.items():
+        if value < least:
+            raise AllocMoEError(f"{name} must be {least} or more, not {value}")
 
 
 def _check_names(texts: tuple[TextSettings, ...]) -> None:
@@ -85,18 +94,38 @@ class Tasks:
     sweeps: bool
     groups: dict[str, tuple[TaskSettings, ...]]
 
+    def __post_init__(self) -> None:
+        _at_least(1, batch_size=self.batch_size, seeds=self.seeds)
+        _at_least(0, limit=self.limit, answer_tokens=self.answer_tokens)
+
     def all(self) -> list[TaskSettings]:
         return [task for group in self.groups.values() for task in group]
 
 
 @dataclass(frozen=True)
 class Published:
-    """Numbers to stand beside ours, in the order of the budgets."""
+    """Numbers to stand beside ours, in the order of the budgets. speedup: of prefill and decode at
+    half the budget, or none."""
 
     speedup: dict[str, float]
     ablation: dict[str, tuple[float, ...]]
     k_base: dict[str, tuple[float, ...]]
     calibration: dict[str, tuple[float, ...]]
+
+    def __post_init__(self) -> None:
+        if self.speedup and {*self.speedup} != {"prefill", "decode"}:
+            raise AllocMoEError(
+                f"speedup must have prefill and decode, or nothing, not {', '.join(self.speedup)}"
+            )
+
+    def check_rows(self, num_budgets: int) -> None:
+        for table in ("ablation", "k_base", "calibration"):
+            for name, row in getattr(self, table).items():
+                if len(row) != num_budgets:
+                    raise AllocMoEError(
+                        f"published: {table}.{name} has {len(row)} numbers for {num_budgets} "
+                        "budgets"
+                    )
 
 
 @dataclass(frozen=True)
@@ -111,8 +140,15 @@ class ModelSettings:
     published: Published
 
     def __post_init__(self) -> None:
+        _at_least(1, full=self.full)
+        for budget in self.budgets:
+            if not 1 <= budget <= self.full:
+                raise AllocMoEError(f"a budget must be 1 to {self.full} (full), not {budget}")
+        if len({*self.budgets}) < len(self.budgets):
+            raise AllocMoEError("a budget is named twice")
         if self.half not in self.budgets:
             raise AllocMoEError(f"half is {self.half}, which is none of the budgets")
+        self.published.check_rows(len(self.budgets))
 
 
 @dataclass(frozen=True)
@@ -126,6 +162,10 @@ class Quick:
     calibration: Calibration
     measurement: Measurement
     speed: Protocol
+
+    def __post_init__(self) -> None:
+        _at_least(1, seeds=self.seeds)
+        _at_least(0, limit=self.limit, answer_tokens=self.answer_tokens)
 
 
 @dataclass(frozen=True)
@@ -143,6 +183,13 @@ class Settings:
     speed: Protocol
     models: dict[str, ModelSettings]
     quick: Quick
+
+    def __post_init__(self) -> None:
+        _at_least(1, seeds=self.seeds)
+        for name in ("methods", "timed"):
+            found = getattr(self, name)
+            if len({*found}) < len(found):
+                raise AllocMoEError(f"{name}: a method is named twice")
 
     def quickened(self) -> Settings:
         quick = self.quick

@@ -9,11 +9,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from allocmoe.artifacts import now, package_versions
-from allocmoe.codec import check_writable, read_json, write_json
+from allocmoe.artifacts import (
+    Analysis,
+    Artifact,
+    Benchmark,
+    Evaluation,
+    Plan,
+    Sensitivity,
+    TaskResult,
+    now,
+    package_versions,
+)
+from allocmoe.codec import check_writable, decode, read_json, write_json
 from allocmoe.errors import AllocMoEError
 from allocmoe.experiment.grid import Cell
-from allocmoe.experiment.worker import Job
+from allocmoe.experiment.worker import Job, plain_paths
+
+_ARTIFACTS: dict[str, type[Artifact]] = {
+    "profile": Sensitivity,
+    "plan": Plan,
+    "text": Evaluation,
+    "analysis": Analysis,
+    "speed": Benchmark,
+}
 
 
 @dataclass(frozen=True)
@@ -30,15 +48,19 @@ class Store:
         Without `begin` nothing is written.
         """
         file = folder / "experiment.json"
-        check_writable(file)
+        if begin:
+            check_writable(file)
         described = job.identity()
         if file.exists():
             found = read_json(file)
-            if found != described:
+            plain = plain_paths(found) if isinstance(found, dict) else found
+            if plain != described:
                 raise AllocMoEError(
-                    f"{folder} holds another experiment ({_difference(found, described)}): "
+                    f"{folder} holds another experiment ({_difference(plain, described)}): "
                     "choose another folder"
                 )
+            # cells are marked with the description as it was written
+            described = found
         elif begin:
             write_json(file, described)
         text = json.dumps(described, sort_keys=True)
@@ -56,6 +78,10 @@ class Store:
         found = self._read(cell)
         if found is None or "result" not in found or found.get("needs") != list(cell.needs):
             return None
+        try:
+            _check_result(cell, found["result"])
+        except AllocMoEError as error:
+            raise AllocMoEError(f"{self._path(cell)}: {error}; delete it to run it again") from None
         return found
 
     def left_out(self, cell: Cell) -> str | None:
@@ -84,6 +110,16 @@ class Store:
         if found.get("experiment") != self.experiment:
             raise AllocMoEError(f"{path}: of another experiment; delete it to run it again")
         return found
+
+
+def _check_result(cell: Cell, result: Any) -> None:
+    if cell.kind != "task":
+        _ARTIFACTS[cell.kind].from_json(result, "result")
+        return
+    if not isinstance(result, dict):
+        raise AllocMoEError("result: expected an object")
+    more = ("plan", "hits", "data")
+    decode(TaskResult, {key: value for key, value in result.items() if key not in more}, "result")
 
 
 def _difference(found: Any, described: Any, where: str = "") -> str:

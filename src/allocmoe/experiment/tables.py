@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from allocmoe.artifacts import Method
 from allocmoe.experiment.grid import PlanName
-from allocmoe.experiment.results import Measure, Results, Value, mean_value
+from allocmoe.experiment.results import Measure, Results, Value, mean_value, minus
 from allocmoe.planning.methods import NEEDS_SENSITIVITY
 
 # which methods stand in which of the paper's comparisons
@@ -176,7 +176,7 @@ def _by_budget(
     for name, row in values.items():
         shown = [show(value, digits) for value in row]
         cells = [
-            f"**{cell}**" if value is not None and value is top else cell
+            f"**{cell}**" if value and top and math.isclose(value.mean, top.mean) else cell
             for cell, value, top in zip(shown, row, best, strict=True)
         ]
         rows.append((name, *cells))
@@ -413,15 +413,6 @@ def gains(results: Results) -> dict[str, Value | None]:
             (group.of(PlanName("alloc-moe", b)), group.of(PlanName("uniform", b)))
             for b in results.grid.budgets
         ]
-        found[group.name] = mean_value([_gain(*pair) for pair in pairs], same_items=True)
+        each = [None if a is None or b is None else minus(a, b) for a, b in pairs]
+        found[group.name] = mean_value(each, same_items=True)
     return found
-
-
-def _gain(ours: Value | None, uniform: Value | None) -> Value | None:
-    if ours is None or uniform is None:
-        return None
-    stderr = None
-    if ours.stderr is not None and uniform.stderr is not None:
-        stderr = math.hypot(ours.stderr, uniform.stderr)
-    items = {task: ours.items[task] - found for task, found in uniform.items.items() if ours.items}
-    return Value((ours.mean - uniform.mean,), stderr, items)

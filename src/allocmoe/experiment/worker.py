@@ -3,14 +3,17 @@ worker on another machine needs nothing but the package, the model and the data.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from importlib import metadata
+from os.path import normpath
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import nn
@@ -36,6 +39,7 @@ from allocmoe.runtime.hf import use_kernel
 from allocmoe.text import Text, check_disjoint, load_text
 
 Result = dict[str, Any]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -68,10 +72,41 @@ class Job:
     def identity(self) -> Result:
         """What makes results belong together; where and how fast they are made does not."""
         how = ("device", "threads", "scratch", "trust_remote_code", "command")
-        return {name: value for name, value in encode(self).items() if name not in how}
+        found = {name: value for name, value in encode(self).items() if name not in how}
+        return plain_paths(found)
 
     def source(self, text: TextSettings) -> str:
         return self.texts.get(text.name, text.source)
+
+
+def plain_paths(identity: Result) -> Result:
+    """`data/` and `./data` are `data`."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: plain(source) for name, source in value.items()}
+        return normpath(value) if isinstance(value, str) else value
+
+    paths = ("weights", "data", "texts")
+    return {name: plain(value) if name in paths else value for name, value in identity.items()}
+
+
+# what a cell reads: the calibration or measurement text with its number and seed, or a task
+Input = tuple[Literal["calibration", "measurement", "task"], int | str, int]
+
+
+def input_of(cell: Cell, result: Result) -> tuple[Input, str] | None:
+    """What a finished cell read, and its sha256 if the result tells."""
+    reads: dict[str, Input] = {
+        "profile": ("calibration", cell.text, cell.seed),
+        "text": ("measurement", cell.text, cell.seed),
+        "analysis": ("measurement", cell.text, cell.seed),
+        "task": ("task", cell.task, 0),
+    }
+    if cell.kind == "plan" and cell.plan is not None:
+        reads["plan"] = ("calibration", cell.plan.text, cell.plan.seed)
+    sha256 = result.get("data") or (result.get("text") or {}).get("sha256")
+    return (reads[cell.kind], sha256) if cell.kind in reads and sha256 else None
 
 
 class Worker:
@@ -82,11 +117,15 @@ class Worker:
         if job.threads is not None:
             torch.set_num_threads(job.threads)
         self._planners: dict[tuple[int, int, int], Planner] = {}
-        self._tasks: dict[str, Tasks] = {}
-        self._texts: dict[tuple[TextSettings, int, int], Text] = {}
+        self._kept: dict[Any, Any] = {}
 
-    def check(self, fingerprint: str | None) -> None:
-        """Refuses weights other than those that earlier cells were measured on."""
+    def check(
+        self, fingerprint: str | None, inputs: Mapping[Input, tuple[str, str]] | None = None
+    ) -> None:
+        """Refuses weights and texts other than those that earlier cells were measured on.
+
+        inputs: what was read, with a cell that did and the sha256.
+        """
         if self.job.engine == "transformers" and fingerprint not in (
             None,
             self.moe.info.fingerprint,
@@ -95,6 +134,19 @@ class Worker:
                 f"{self.job.weights} has other weights than those that the finished cells were "
                 "measured on: choose another folder"
             )
+        for (kind, number, seed), (cell, sha256) in (inputs or {}).items():
+            if kind == "task":  # compared when it is run: reading all would take long
+                continue
+            load = self._calibration if kind == "calibration" else self._measured
+            try:
+                found = load(int(number), seed).info
+            except AllocMoEError:  # told by the cells that need it
+                continue
+            if found.sha256 != sha256:
+                raise AllocMoEError(
+                    f"{found.source} has other text than what {cell} was measured on: give the "
+                    "same text as before, or choose another folder"
+                )
 
     def run(self, cell: Cell, inputs: Mapping[str, Result]) -> Result:
         """The result of a cell with its provenance. inputs: the results of the cells it needs."""
@@ -170,17 +222,29 @@ class Worker:
         return self._load(settings.texts[text], settings.sequences, seed)
 
     def _load(self, text: TextSettings, sequences: int, seed: int) -> Text:
-        """Every part and seed has sequences of its own. Kept, for many cells read the same."""
-        key = (text, sequences, seed)
-        if key not in self._texts:
-            self._texts[key] = load_text(
+        """Every part and seed has sequences of its own."""
+        return self._keep(
+            (text, sequences, seed),
+            lambda: load_text(
                 self.job.source(text),
                 self._tokenizer,
                 sequences=sequences,
                 length=self.job.settings.calibration.length,
                 skip=(text.part * self.job.settings.seeds + seed) * sequences,
-            )
-        return self._texts[key]
+            ),
+        )
+
+    def _keep(self, key: Any, load: Callable[[], T]) -> T:
+        """Loads once, for many cells read the same; what cannot be had is not asked for again."""
+        if key not in self._kept:
+            try:
+                self._kept[key] = load()
+            except AllocMoEError as error:
+                self._kept[key] = error
+        found = self._kept[key]
+        if isinstance(found, AllocMoEError):
+            raise AllocMoEError(str(found))
+        return cast(T, found)
 
     def _profile(self, cell: Cell, inputs: Mapping[str, Result]) -> Result:
         return profile(
@@ -234,35 +298,25 @@ class Worker:
         plan = next(iter(plans.values()), None)
         settings = self.job.settings.tasks
         hits: Hits = {}
+        tasks, data = self._keep(cell.task, lambda: _load_task(cell.task, self.job, self._scratch))
         with self.progress.bar(cell.id, 1) as bar:
             result = self._runner.run(
                 cell.task,
-                self._load_task(cell.task),
+                tasks,
                 plan,
                 limit=settings.limit or None,
                 on_share=bar.advance,
                 note=self.progress.note if plan is None else lambda line: None,
                 on_hits=hits.update,
             )
-        return {"plan": next(iter(plans), UNMODIFIED), **encode(result), "hits": hits}
+        label = next(iter(plans), UNMODIFIED)
+        return {"plan": label, **encode(result), "hits": hits, "data": data}
 
     @cached_property
     def _runner(self) -> TaskRunner:
         return TaskRunner(
             self._engine, self._tokenizer, batch_size=self.job.settings.tasks.batch_size
         )
-
-    def _load_task(self, name: str) -> Tasks:
-        """Kept, for the same task is run under many plans."""
-        if name not in self._tasks:
-            data = None if self.job.data is None else Path(self.job.data)
-            folder = self._scratch / "tasks" / name
-            prepared = prepare_tasks([name], data, folder)
-            for reason in prepared.missing.values():
-                raise AllocMoEError(reason)
-            most = self.job.settings.tasks.answer_tokens or None
-            self._tasks[name] = load_tasks([name], folder, answer_tokens=most)
-        return self._tasks[name]
 
     @cached_property
     def _scratch(self) -> Path:
@@ -291,6 +345,22 @@ class Worker:
             command=self.job.command,
             progress=self.progress,
         ).to_json()
+
+
+def _load_task(name: str, job: Job, scratch: Path) -> tuple[Tasks, str]:
+    """With the sha256 of the items that are evaluated."""
+    folder = scratch / "tasks" / name
+    prepared = prepare_tasks([name], None if job.data is None else Path(job.data), folder)
+    for reason in prepared.missing.values():
+        raise AllocMoEError(reason)
+    most = job.settings.tasks.answer_tokens or None
+    tasks = load_tasks([name], folder, answer_tokens=most)
+    digest = hashlib.sha256()
+    for found in tasks.values():
+        for task in found["tasks"].values():
+            for item in task.eval_docs:
+                digest.update(json.dumps(item, sort_keys=True, default=str).encode())
+    return tasks, digest.hexdigest()
 
 
 def _harness(cell: Cell) -> dict[str, str]:

@@ -38,7 +38,7 @@ def _closer_layer(num_layers: int) -> int:
 def expert_load(results: Results) -> Iterator[Plot]:
     if not results.analyses:
         return
-    analysis = results.analyses[0]
+    analysis, seed = results.analyses[0], results.analysed_seeds[0]
     number = _closer_layer(len(analysis.layers))
     layer, k = analysis.layers[number], results.info.k_orig[number]
     kept = analysis.realised_per_layer[number]
@@ -66,7 +66,7 @@ def expert_load(results: Results) -> Iterator[Plot]:
         f"{at_half(results)} an expert runs for {statistics.fmean(after):.1f} instead of "
         f"{statistics.fmean(before):.1f} of 100 tokens, the busiest for {max(after):.1f} instead "
         f"of {max(before):.1f}; their order is kept with a rank correlation of "
-        f"{layer.spearman:.3f}.",
+        f"{layer.spearman:.3f}." + (f" Seed {seed} alone." if results.settings.seeds > 1 else ""),
         columns=("expert", "unmodified, of 100 tokens", "alloc-moe, of 100 tokens"),
         rows=tuple(
             (str(expert), f"{one:.2f}", f"{other:.2f}")
@@ -155,7 +155,7 @@ def layers_and_tokens(results: Results) -> Iterator[Plot]:
             ),
             *(
                 ("kept", str(seed), f"layer {number}, entropy {row[0]:.4f}", f"{row[1]:.4f}")
-                for seed, bins in enumerate(kept)
+                for seed, bins in zip(results.analysed_seeds, kept, strict=True)
                 for row in bins
             ),
         ),
@@ -209,11 +209,17 @@ def _layers_line(split: Sequence[Sequence[float]]) -> Iterator[str]:
 
 def _tokens_line(results: Results, number: int) -> Iterator[str]:
     layers = [analysis.layers[number] for analysis in results.analyses]
-    known = [x.entropy_correlation for x in layers if x.entropy_correlation is not None]
-    if known and layers[0].kept_by_entropy:
-        low, high = layers[0].kept_by_entropy[0][1], layers[0].kept_by_entropy[-1][1]
+    known = [
+        (layer.kept_by_entropy[0][1], layer.kept_by_entropy[-1][1], layer.entropy_correlation)
+        for layer in layers
+        if layer.kept_by_entropy and layer.entropy_correlation is not None
+    ]
+    if known:
+        low, high, correlation = _means(known)
         yield (
             f"(b) In layer {number} the most decided tenth of the tokens keeps {low:.2f} experts, "
             f"the least decided {high:.2f}; the rank correlation with the entropy is "
-            f"{statistics.fmean(known):.2f}."
+            f"{correlation:.2f}."
         )
+        if len(layers) > 1:
+            yield f"Lines are seeds, the numbers means of {len(known)}."
