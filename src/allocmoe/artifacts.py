@@ -26,6 +26,8 @@ SCHEMA_VERSION = 1
 
 # of a task with several
 MAIN_METRICS = ("acc_norm", "acc", "exact_match")
+# a budget is kept give or take half a percent
+_KEPT = 1.005
 
 Rule = Literal["none", "alloc-t", "naee", "dynamic-moe"]
 Scope = Literal["batch", "sequence", "threshold"]
@@ -382,6 +384,10 @@ class Quality:
     realised_per_layer: tuple[float, ...]
     distinct_per_step: tuple[float, ...]
 
+    @property
+    def keeps_budget(self) -> bool:
+        return self.realised <= _KEPT * self.budget
+
 
 def best_quality(rows: Sequence[Quality]) -> Quality:
     """Of rows at one budget, the one with the lowest perplexity that keeps it.
@@ -389,7 +395,7 @@ def best_quality(rows: Sequence[Quality]) -> Quality:
     Thresholds drift on other text, and who runs more has it easy. Where no row keeps the budget,
     those are compared that exceed it least.
     """
-    most = 1.005 * max(rows[0].budget, min(row.realised for row in rows))
+    most = _KEPT * max(rows[0].budget, min(row.realised for row in rows))
     return min((row for row in rows if row.realised <= most), key=lambda row: row.perplexity)
 
 

@@ -133,7 +133,7 @@ def optimize(
     evaluation.save(directory / "candidates.json")
     candidates = [row for row in evaluation.rows if row.name != UNMODIFIED]
     winner = best_quality(candidates)
-    if winner.realised > 1.005 * total:
+    if not winner.keeps_budget:
         progress.note(
             f"{winner.name} ran {winner.realised:.2f} activations a token on this text, more than "
             f"the {total}: thresholds drift, and no candidate ran clearly fewer"

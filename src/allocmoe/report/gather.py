@@ -108,6 +108,6 @@ def text_label(text: TextInfo | None) -> str:
 
 
 def best_within_budget(rows: Sequence[Measured]) -> Measured | None:
-    """The lowest rise among the rows that keep to their budget, give or take half a percent."""
-    kept = [row for row in rows if row.quality.realised <= 1.005 * row.quality.budget]
+    """The lowest rise among the rows that keep to their budget."""
+    kept = [row for row in rows if row.quality.keeps_budget]
     return min(kept, key=lambda row: row.quality.log_rise, default=None)
